@@ -51,7 +51,7 @@ struct TimedService<S> {
     inner: S,
 }
 
-type Reply = Response<UnsyncBoxBody<Bytes, BoxError>>;
+type ApiReply = Response<UnsyncBoxBody<Bytes, BoxError>>;
 
 impl<S, B> Service<Request<Body>> for TimedService<S>
 where
@@ -59,9 +59,9 @@ where
     S::Future: Send + 'static,
     B: hyper::body::Body<Data = Bytes, Error: Into<BoxError>> + Send + 'static,
 {
-    type Response = Reply;
+    type Response = ApiReply;
     type Error = BoxError;
-    type Future = Pin<Box<dyn Future<Output = Result<Reply, BoxError>> + Send>>;
+    type Future = Pin<Box<dyn Future<Output = Result<ApiReply, BoxError>> + Send>>;
 
     fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
         self.inner.poll_ready(context).map_err(Into::into)

@@ -20,9 +20,9 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const PER_ADDRESS: usize = 2;
 const SILENT: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
 
-struct Site(Arc<ServerConfig>);
+struct TestSite(Arc<ServerConfig>);
 
-impl HttpsSite for Site {
+impl HttpsSite for TestSite {
     type Body = Full<Bytes>;
     const LIMITS: HttpsLimits = HttpsLimits {
         connections: PER_ADDRESS + 1,
@@ -55,7 +55,7 @@ async fn start() -> (SocketAddr, TlsConnector) {
     let client = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
     let listener = listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
     let address = listener.local_addr().unwrap();
-    tokio::spawn(serve(listener, Arc::new(Site(Arc::new(config)))));
+    tokio::spawn(serve(listener, Arc::new(TestSite(Arc::new(config)))));
     (address, TlsConnector::from(Arc::new(client)))
 }
 

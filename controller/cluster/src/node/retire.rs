@@ -118,7 +118,7 @@ async fn retire(options: &RetireOptions) -> Result<(), RetireError> {
 async fn remove_all(client: Client, options: &RetireOptions) -> Result<(), RetireError> {
     let deadline = Instant::now() + options.timeout;
     let until = request_end(options.timeout);
-    let removal = Removal { client, options, until, deadline };
+    let removal = NodeRemoval { client, options, until, deadline };
     match removal.agents().get_opt(&options.daemon_set).await? {
         // An earlier attempt deleted the agents, or an administrator did.
         None => tracing::info!("no agent runs, so only labels and annotations are removed"),
@@ -134,7 +134,7 @@ async fn remove_all(client: Client, options: &RetireOptions) -> Result<(), Retir
 }
 
 /// The removal of one installation from the nodes.
-struct Removal<'a> {
+struct NodeRemoval<'a> {
     client: Client,
     options: &'a RetireOptions,
     /// Time until which the agents follow the requests, in the format of RFC 3339.
@@ -142,7 +142,7 @@ struct Removal<'a> {
     deadline: Instant,
 }
 
-impl Removal<'_> {
+impl NodeRemoval<'_> {
     fn agents(&self) -> Api<DaemonSet> {
         Api::namespaced(self.client.clone(), &self.options.namespace)
     }

@@ -15,14 +15,14 @@ use crate::node::node_labels::ANNOTATIONS;
 const OURS: &str = "system/affinode";
 const SET: &str = "/apis/apps/v1/namespaces/system/daemonsets/affinode-node";
 
-type Action = Box<dyn FnOnce(&mut State) -> Option<u16> + Send>;
+type StateAction = Box<dyn FnOnce(&mut FakeState) -> Option<u16> + Send>;
 
 /// A simulated API server whose nodes have agents. Clones share the objects.
 #[derive(Clone, Default)]
-struct Cluster(Arc<Mutex<State>>);
+struct FakeCluster(Arc<Mutex<FakeState>>);
 
 #[derive(Default)]
-struct State {
+struct FakeState {
     nodes: BTreeMap<String, Value>,
     /// Nodes whose agents refuse, and the reason.
     refusals: BTreeMap<String, String>,
@@ -33,23 +33,27 @@ struct State {
     removed: BTreeSet<String>,
     /// Actions at the next request that begins with this text. An action can return the HTTP status
     /// of a failure.
-    actions: Vec<(String, Action)>,
+    actions: Vec<(String, StateAction)>,
 }
 
-impl Cluster {
-    fn with(nodes: &[&str]) -> Cluster {
-        let cluster = Cluster::default();
+impl FakeCluster {
+    fn with(nodes: &[&str]) -> FakeCluster {
+        let cluster = FakeCluster::default();
         cluster.lock().has_agents = true;
         nodes.iter().for_each(|name| cluster.lock().join(name));
         cluster
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, FakeState> {
         self.0.lock().unwrap()
     }
 
     /// Runs this action when the API server receives the next request that begins with this text.
-    fn at(&self, request: &str, action: impl FnOnce(&mut State) -> Option<u16> + Send + 'static) {
+    fn at(
+        &self,
+        request: &str,
+        action: impl FnOnce(&mut FakeState) -> Option<u16> + Send + 'static,
+    ) {
         self.lock().actions.push((request.to_owned(), Box::new(action)));
     }
 
@@ -81,7 +85,7 @@ impl Cluster {
     }
 }
 
-impl State {
+impl FakeState {
     fn join(&mut self, name: &str) {
         let annotations = json!({ AGENT: OURS, STATE: "served", "other": "stays" });
         let node = json!({
@@ -163,7 +167,7 @@ fn failure(code: u16) -> (u16, Value) {
 
 #[tokio::test(start_paused = true)]
 async fn nodes_are_retired_and_cleared() {
-    let cluster = Cluster::with(&["a", "b"]);
+    let cluster = FakeCluster::with(&["a", "b"]);
     cluster.retire().await.unwrap();
     for node in ["a", "b"] {
         assert!(ANNOTATIONS.iter().all(|name| cluster.annotation(node, name).is_null()), "{node}");
@@ -174,7 +178,7 @@ async fn nodes_are_retired_and_cleared() {
 
 #[tokio::test(start_paused = true)]
 async fn request_has_a_time_limit() {
-    let cluster = Cluster::with(&["a"]);
+    let cluster = FakeCluster::with(&["a"]);
     let limits = Arc::new(Mutex::new(Vec::new()));
     let seen = Arc::clone(&limits);
     cluster.at("DELETE", move |state| {
@@ -192,7 +196,7 @@ async fn request_has_a_time_limit() {
 
 #[tokio::test(start_paused = true)]
 async fn refusal_withdraws_the_requests() {
-    let cluster = Cluster::with(&["a", "b"]);
+    let cluster = FakeCluster::with(&["a", "b"]);
     cluster.lock().refusals.insert("b".into(), "a pod runs".into());
     let error = cluster.retire().await.unwrap_err().to_string();
     assert!(error.contains("b: cannot be removed: a pod runs"), "{error}");
@@ -204,7 +208,7 @@ async fn refusal_withdraws_the_requests() {
 
 #[tokio::test(start_paused = true)]
 async fn failed_first_request_withdraws_the_others() {
-    let cluster = Cluster::with(&["a", "b"]);
+    let cluster = FakeCluster::with(&["a", "b"]);
     cluster.at("PATCH /api/v1/nodes/b", |_| Some(500));
     let error = cluster.retire().await.unwrap_err();
     assert!(matches!(error, RetireError::Cluster(_)), "{error}");
@@ -214,7 +218,7 @@ async fn failed_first_request_withdraws_the_others() {
 
 #[tokio::test(start_paused = true)]
 async fn deleted_node_is_no_error() {
-    let cluster = Cluster::with(&["a", "b"]);
+    let cluster = FakeCluster::with(&["a", "b"]);
     cluster.at("PATCH /api/v1/nodes/b", |state| {
         state.nodes.remove("b");
         None
@@ -225,7 +229,7 @@ async fn deleted_node_is_no_error() {
 
 #[tokio::test(start_paused = true)]
 async fn failed_cleanup_is_completed_by_a_second_run() {
-    let cluster = Cluster::with(&["a", "b", "c"]);
+    let cluster = FakeCluster::with(&["a", "b", "c"]);
     cluster.at("DELETE", |state| {
         state.actions.push(("PATCH /api/v1/nodes/b".into(), Box::new(|_| Some(500))));
         None
@@ -243,7 +247,7 @@ async fn failed_cleanup_is_completed_by_a_second_run() {
 
 #[tokio::test(start_paused = true)]
 async fn ending_agents_are_not_asked_again() {
-    let cluster = Cluster::with(&["a"]);
+    let cluster = FakeCluster::with(&["a"]);
     cluster.lock().has_stuck_pods = true;
     let error = cluster.retire().await.unwrap_err();
     assert!(matches!(error, RetireError::Pods), "{error}");
@@ -257,7 +261,7 @@ async fn ending_agents_are_not_asked_again() {
 
 #[tokio::test(start_paused = true)]
 async fn node_that_joins_is_asked_too() {
-    let cluster = Cluster::with(&["a"]);
+    let cluster = FakeCluster::with(&["a"]);
     cluster.at("PATCH /api/v1/nodes/a", |state| {
         state.join("b");
         None
@@ -269,9 +273,9 @@ async fn node_that_joins_is_asked_too() {
 
 #[tokio::test(start_paused = true)]
 async fn node_deleted_after_the_agents_is_no_error() {
-    let cluster = Cluster::with(&["a", "b"]);
+    let cluster = FakeCluster::with(&["a", "b"]);
     cluster.at("DELETE", |state| {
-        let remove = |state: &mut State| state.nodes.remove("a").and(None);
+        let remove = |state: &mut FakeState| state.nodes.remove("a").and(None);
         state.actions.push(("PATCH /api/v1/nodes/a".into(), Box::new(remove)));
         None
     });
@@ -281,7 +285,7 @@ async fn node_deleted_after_the_agents_is_no_error() {
 
 #[tokio::test(start_paused = true)]
 async fn failed_deletion_of_agents_withdraws() {
-    let cluster = Cluster::with(&["a"]);
+    let cluster = FakeCluster::with(&["a"]);
     cluster.at("DELETE", |_| Some(500));
     cluster.retire().await.unwrap_err();
     assert!(cluster.annotation("a", RETIRE).is_null());
