@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn one_container_does_not_remove_events_of_others() {
+    fn loud_container_leaves_events_of_others() {
         let log = EventLog::default();
         let event = |key: &str| Event { key: key.into(), ..Event::default() };
         log.add(event("quiet"), 1);
