@@ -129,10 +129,10 @@ fn missing_vram(
 /// Whether an offload that frees this VRAM is still expected to end. A driver that hangs, or a process
 /// that never reports, must not prevent the eviction of others for ever.
 fn is_in_time(now: Millis, offload: &Offload, freed: &[DeviceBytes]) -> bool {
-    const LEAST_MS: Millis = 20_000;
+    const BASE_MS: Millis = 20_000;
     const SLOWEST_BYTES_PER_MS: u64 = 1 << 20;
     let bytes = freed.iter().fold(0_u64, |sum, on| sum.saturating_add(on.bytes));
-    let longest_ms = LEAST_MS + bytes / SLOWEST_BYTES_PER_MS;
+    let longest_ms = BASE_MS + bytes / SLOWEST_BYTES_PER_MS;
     offload.requested_at.is_some_and(|at| now.saturating_sub(at) < longest_ms)
 }
 
