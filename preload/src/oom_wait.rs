@@ -129,8 +129,8 @@ impl OomWaiter {
 
     /// Makes the calling thread the owner: the thread whose allocation is reported to the
     /// controller. If another thread is the owner, first waits until that thread's wait has ended,
-    /// but not beyond the time `until_us`. Returns false if that time has passed, or if the calling
-    /// thread is the owner already. `frame` is the address of the call's frame on the stack.
+    /// but not beyond the time `until_us`. Returns false if that time has passed, or if the call is
+    /// nested in the owner's waiting call. `frame` is the address of the call's frame on the stack.
     fn take(&self, tid: u32, frame: usize, until_us: u64) -> bool {
         let is_taken = self.take_ownership(tid, frame, until_us);
         if is_taken {
@@ -498,16 +498,13 @@ mod tests {
                 let again = settle(&waiter, Some(WANT), OOM, next);
                 (again, settle(&waiter, None, 0, next))
             });
-            let second = loop {
-                match asked(&waiter) {
-                    case if case.ticket == 1 && !caller.is_finished() => std::thread::yield_now(),
-                    case => break case,
-                }
-            };
-            waiter.answer(second.ticket, true);
+            let is_second = |case: PendingAlloc| case.asked && case.ticket == 2;
+            while !waiter.case().is_some_and(is_second) && !caller.is_finished() {
+                std::thread::yield_now();
+            }
+            waiter.answer(2, true);
             assert_eq!(caller.join().unwrap(), (true, false));
-            assert_eq!((second.ticket, waiter.case()), (2, None));
-            assert!(waiter.was_served(second.ticket));
+            assert!(waiter.case().is_none() && waiter.was_served(2));
         });
     }
 
