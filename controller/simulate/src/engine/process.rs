@@ -132,6 +132,11 @@ pub(super) fn called(world: &mut SimulatedNode<'_>, n: usize) -> Result<(), Simu
     arrival(world, n);
     if first {
         world.wakes += 1;
+        if world.host.has_disk() {
+            // The counters show where the content is. The controller reads them twenty times a second.
+            let page = Input::Page(id(n), page(world, n));
+            world.tell(page)?;
+        }
         let wake = AgentMessage::Wake { generation: 1, waiters: 1, hook: 1 };
         world.tell(Input::Message(id(n), wake))?;
         if copies {

@@ -112,6 +112,21 @@ fn call_during_the_move_to_disk_waits_for_a_part() {
     assert!(waits[1] < waits[2], "{waits:?}");
 }
 
+/// Two processes fill the host memory and are called. Two others fill the GPU, are idle, and cannot be
+/// offloaded. Without a disk, the calls wait until the simulation ends with an error.
+#[test]
+fn content_of_waiters_moves_if_memory_is_full() {
+    let run = |disk_gib| {
+        let host = HostLimits { memory: memory(140, 130), disk_bytes: disk_gib * GIB };
+        let calls: [&[u32]; 4] = [&[0, 3_000], &[600, 3_001], &[1_200], &[1_800]];
+        let loads = (0..4).map(|n| load(&format!("p{n}"), 60, calls[n])).collect();
+        simulate(loads, host, Engine::Copy)
+    };
+    let solved = run(200).unwrap();
+    assert_eq!((solved.restores, solved.restores_from_disk), (6, 1), "{solved:?}");
+    assert!(run(0).is_err());
+}
+
 /// Content of the driver's checkpoint, and content beside a full host pool, stays in memory.
 #[test]
 fn only_content_in_the_host_pool_moves_to_disk() {
