@@ -44,7 +44,8 @@ const NODE_PAUSE_MS: Millis = 600_000;
 /// Number of failed steps in a row after which the node pauses.
 const MAX_FAILED: u32 = 2;
 /// Minimum pause of a container after its content was stored. Its next offload counts for
-/// `disk_after` anyway, so this limits only a process whose counters are false.
+/// `disk_after` anyway, so this limits only a process whose counters are false. A waiter that needs
+/// the memory waits no longer than this.
 const MIN_PAUSE_MS: Millis = 5_000;
 
 /// The disk step in progress, and the results of the earlier ones.
@@ -147,7 +148,7 @@ pub(super) fn begin_for_waiter(node: &mut NodeState, key: Key) {
 pub(super) fn may_move_for_waiter(node: &NodeState, key: &Key) -> bool {
     let permits = |c: &Container| {
         c.policy.disk_after_ms > 0
-            && node.clock.now >= c.offload_failures.disk_not_before
+            && node.clock.now >= c.offload_failures.disk_for_waiter_not_before
             && is_away(node, key, c)
     };
     node.registry.containers.get(key).is_some_and(permits)
@@ -309,11 +310,14 @@ fn finish(node: &mut NodeState, step: DiskStep, result: StepResult) {
         }
     };
     if let Some(container) = node.registry.containers.get_mut(&step.key) {
-        let pause_ms = match result {
-            StepResult::Failed(_) => CONTAINER_PAUSE_MS,
-            _ => container.policy.disk_after_ms.max(MIN_PAUSE_MS),
+        let after_ms = container.policy.disk_after_ms.max(MIN_PAUSE_MS);
+        let (pause_ms, for_waiter_ms) = match result {
+            StepResult::Failed(_) => (CONTAINER_PAUSE_MS, CONTAINER_PAUSE_MS),
+            _ => (after_ms, MIN_PAUSE_MS),
         };
-        container.offload_failures.disk_not_before = now + pause_ms;
+        let failures = &mut container.offload_failures;
+        failures.disk_not_before = now + pause_ms;
+        failures.disk_for_waiter_not_before = now + for_waiter_ms;
     }
     node.publish(&step.key, event);
 }

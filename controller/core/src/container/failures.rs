@@ -30,8 +30,10 @@ pub struct OffloadFailures {
     relief_not_before: Millis,
     /// Time until which the container's own memory is preferred to the host pool.
     pub host_pool_not_before: Millis,
-    /// Earliest time of the next disk step of the container after one that failed.
+    /// Earliest time of the next disk step of the container after one that ended or failed.
     pub disk_not_before: Millis,
+    /// The same for a disk step that a waiter needs. It is earlier after a step that ended.
+    pub disk_for_waiter_not_before: Millis,
     /// Number of forced offloads in a row that were given up because calls did not end.
     forced_in_a_row: u32,
     /// When the container last proved to be immovable: an offload failed for a reason such as a

@@ -443,3 +443,24 @@ fn turn_of_a_waiter_ends_its_step() {
     assert!(wait_ms < 5_000, "{wait_ms} ms");
     assert_eq!(world.disk_events, []);
 }
+
+/// Host memory has room for the content of one container, and the GPU for the other. They take turns
+/// through the disk, again and again.
+#[test]
+fn two_containers_take_turns_through_the_disk() {
+    let (mut world, _) = world(0);
+    (world.host_total, world.limit_bytes) = (Some(600), Some(100));
+    let ids = [AUTO[0], AUTO[2]].map(|n| {
+        let id = world.running(n, 600);
+        world.agents.get_mut(&id).unwrap().notes = ProcessFlags::HOST_POOL;
+        (0..200).for_each(|_| world.pass());
+        id
+    });
+    assert_eq!([world.state(AUTO[0]), world.state(AUTO[2])], [State::Offloaded, State::Idle]);
+    for turn in 0..6 {
+        world.call(ids[turn % 2]);
+        let wait_ms = store_until_woken(&mut world, ids[turn % 2]);
+        assert!((5_000..20_000).contains(&wait_ms), "turn {turn}: {wait_ms} ms");
+    }
+    assert_eq!(world.stored.len(), 6);
+}
