@@ -159,8 +159,10 @@ pub(super) fn enqueue(node: &mut NodeState, key: &Key) {
     let (priority, lost) = (container.policy.priority, container.shown.state == State::Lost);
     if now >= container.restore_failures.not_before {
         // A container that loses its place, for example because its context was evicted for another
-        // waiter, waits since its call.
-        let called = node.called_since(key).unwrap_or(now);
+        // waiter, waits since its call. One that has failed again and again waits behind the others,
+        // because each attempt pauses their allocations.
+        let has_failed = lost || container.restore_failures.in_a_row > 1;
+        let called = node.called_since(key).filter(|_| !has_failed).unwrap_or(now);
         let since = node.alloc_wait_of(key).map_or(called, |(_, want)| want.since);
         node.admission.queue.enter(key, priority, since);
     }

@@ -61,10 +61,23 @@ pub(super) fn short_holders<'a>(
     waiter: &'a Key,
     uuids: &'a BTreeSet<String>,
 ) -> impl Iterator<Item = (&'a Key, &'a Container)> {
+    let is_short = |c: &Container| c.offload_failures.short_in_a_row > 0;
+    evictable_holders(node, waiter, uuids, is_short)
+}
+
+/// Returns the containers with VRAM on these GPUs that `waiter` may evict once they are unused, and for
+/// which `is_meant` is true.
+fn evictable_holders<'a>(
+    node: &'a NodeState,
+    waiter: &'a Key,
+    uuids: &'a BTreeSet<String>,
+    is_meant: impl Fn(&Container) -> bool + 'a,
+) -> impl Iterator<Item = (&'a Key, &'a Container)> {
     let priority = node.registry.containers.get(waiter).map_or(i32::MIN, |c| c.policy.priority);
+    // The cheap conditions come first, because few containers lack host memory.
     node.registry.containers.iter().filter(move |(key, c)| {
         *key != waiter
-            && c.offload_failures.short_in_a_row > 0
+            && is_meant(c)
             && (c.policy.priority <= priority || c.rests_offloaded())
             && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
             && overrides::permitted(node, key, false).is_ok()
@@ -256,20 +269,15 @@ fn move_to_disk(
     }
 }
 
-/// Whether a container on these GPUs can be evicted for the waiter once it is unused, because its
-/// offload did not lack host memory.
+/// Whether the offload of a resident container on these GPUs did not lack host memory, so that it can
+/// be evicted for the waiter once it is unused.
 fn others_may_leave(node: &NodeState, waiter: &Key, uuids: &BTreeSet<String>) -> bool {
-    let priority = node.registry.containers.get(waiter).map_or(i32::MIN, |c| c.policy.priority);
-    node.registry.containers.iter().any(|(key, c)| {
-        key != waiter
-            && c.goal.is_resident()
+    let may_leave = |c: &Container| {
+        c.goal.is_resident()
             && c.shown.state != State::Queued
             && c.offload_failures.short_in_a_row == 0
-            && c.policy.priority <= priority
-            && !matches!(c.policy.mode, Mode::Manual | Mode::Off)
-            && overrides::permitted(node, key, false).is_ok()
-            && holds(node, key, uuids)
-    })
+    };
+    evictable_holders(node, waiter, uuids, may_leave).next().is_some()
 }
 
 /// Whether an offloaded container may be restored without a call, and fits into the free VRAM.

@@ -1,5 +1,7 @@
 //! Calculates the VRAM that containers need and hold.
 
+use std::collections::BTreeMap;
+
 use affinode_proto::{reason::Reason, wire::Phase};
 
 use super::{
@@ -173,19 +175,32 @@ fn unmovable_bytes_if(node: &NodeState, uuid: &str, is_lasting: fn(Reason) -> bo
     gpu.used_bytes.saturating_sub(movable_bytes)
 }
 
-/// Whether the container could be served if all VRAM that offloads can free were free. `needs`: the
-/// VRAM that it needs on each GPU. A GPU without a sample counts as large enough.
-pub(super) fn may_ever_fit(node: &NodeState, key: &Key, needs: &[DeviceBytes]) -> bool {
-    // Restores of other containers can free host memory, also below a limit.
+/// VRAM of each GPU that no offload could free for a waiter, in bytes, by UUID. VRAM of a container
+/// that lacks host memory is not included: restores of other containers can free host memory, also
+/// below a limit.
+pub(super) fn unmovable_for_waiters(node: &NodeState) -> BTreeMap<String, u64> {
     let is_lasting = |reason: Reason| reason.is_lasting() && !reason.is_host_shortage();
+    let of_gpu = |gpu: &GpuSample| unmovable_bytes_if(node, &gpu.uuid, is_lasting);
+    node.gpus.samples.iter().map(|gpu| (gpu.uuid.clone(), of_gpu(gpu))).collect()
+}
+
+/// Whether the container could be served if all VRAM that offloads can free were free. `needs`: the
+/// VRAM that it needs on each GPU. `unmovable`: the result of [`unmovable_for_waiters`]. A GPU without
+/// a sample counts as large enough.
+pub(super) fn may_ever_fit(
+    node: &NodeState,
+    key: &Key,
+    needs: &[DeviceBytes],
+    unmovable: &BTreeMap<String, u64>,
+) -> bool {
     needs.iter().all(|need| {
         let gpu = node.gpus.samples.iter().find(|gpu| gpu.uuid == need.uuid);
         let resident = node.registry.processes.of(key);
         let resident = resident.filter(|(_, process)| !process.agent.phase.is_offloaded());
         let own = resident.flat_map(|(_, process)| &process.memory.vram);
         let own_bytes: u64 = own.filter(|on| on.uuid == need.uuid).map(|on| on.bytes).sum();
-        let taken_bytes =
-            own_bytes.saturating_add(unmovable_bytes_if(node, &need.uuid, is_lasting));
+        let others_bytes = unmovable.get(&need.uuid).copied().unwrap_or(0);
+        let taken_bytes = own_bytes.saturating_add(others_bytes);
         gpu.is_none_or(|gpu| need.bytes <= gpu.total_bytes.saturating_sub(taken_bytes))
     })
 }

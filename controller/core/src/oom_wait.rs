@@ -253,14 +253,18 @@ pub(super) fn end_alloc_wait(node: &mut NodeState, id: ProcessId) {
 
 /// Ends the wait of a process's allocation. `quick`: the allocation succeeded within `QUICK_MS`
 /// after the process was ordered to try again. If it is false, a grant for the allocation counts as
-/// wasted, at any stage: other processes paused their allocations for it.
+/// wasted if it ends, at any stage: other processes paused their allocations for it.
 fn finish_alloc_wait(node: &mut NodeState, id: ProcessId, quick: bool) {
     let Some(process) = node.registry.processes.get_mut(&id) else { return };
     let Some(want) = process.alloc_wait.take() else { return };
     let key = process.key.clone();
     let grant = node.admission.grants.get(&key);
     let is_granted = grant.is_some_and(|grant| grant.want == Some((id, want.ticket)));
-    if (is_granted || want.resumed_at.is_some())
+    // A process whose gate is closed, but which is not offloaded, needs no VRAM to open its
+    // gate again.
+    let is_resident = !node.registry.processes.of(&key).any(|(_, p)| p.agent.phase.is_offloaded());
+    let ends_grant = is_granted && (is_resident || want.resumed_at.is_some());
+    if (ends_grant || want.resumed_at.is_some())
         && let Some(container) = node.registry.containers.get_mut(&key)
     {
         match quick {
@@ -271,10 +275,7 @@ fn finish_alloc_wait(node: &mut NodeState, id: ProcessId, quick: bool) {
             false => container.restore_failures.has_wasted_a_turn(node.clock.now),
         }
     }
-    // A process whose gate is closed, but which is not offloaded, needs no VRAM to open its
-    // gate again.
-    let is_resident = !node.registry.processes.of(&key).any(|(_, p)| p.agent.phase.is_offloaded());
-    if is_granted && (is_resident || want.resumed_at.is_some()) {
+    if ends_grant {
         grants::end_alloc_grant(node, &key);
     }
     if is_resident {

@@ -3,7 +3,7 @@
 //! `grant.rs` has a diagram of the stages. `serve_queue` begins grants. `proven` completes them or
 //! ends them. `check_grants` ends grants that take too long.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use affinode_proto::{
     reason::Reason,
@@ -37,6 +37,8 @@ struct GpuClaims {
     kept: Vec<(BTreeSet<String>, Key)>,
     /// Whether a process is freeing VRAM by a copy out.
     is_vram_released: bool,
+    /// VRAM of each GPU that no offload could free. `None`: it was not needed so far.
+    unmovable: Option<BTreeMap<String, u64>>,
 }
 
 impl GpuClaims {
@@ -61,6 +63,7 @@ pub(super) fn serve_queue(node: &mut NodeState) {
         taken: taken_gpus(node),
         kept: Vec::new(),
         is_vram_released: early_release::is_in_progress(node),
+        unmovable: None,
     };
     let mut order = serving_order(node, &claims.taken);
     let gpus = node.gpus.samples.len();
@@ -169,7 +172,9 @@ fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
         return;
     }
     // Other containers would be evicted in vain, and later waiters would wait for nothing.
-    if known && !immediate::is_urgent(node, &key) && !needs::may_ever_fit(node, &key, &needs) {
+    let unmovable = claims.unmovable.get_or_insert_with(|| needs::unmovable_for_waiters(node));
+    let may_fit = || needs::may_ever_fit(node, &key, &needs, unmovable);
+    if known && !immediate::is_urgent(node, &key) && !may_fit() {
         return show_waiting(node, &key, known);
     }
     // A waiter that may be served before the earlier waiters also evicts: possibly no other

@@ -185,27 +185,37 @@ fn restore_without_a_report_keeps_nothing() {
     assert_eq!(holds(told), 0, "a new process waits for the grant");
 }
 
-/// The context of a waiter is evicted for an earlier waiter. It keeps its place before later waiters.
+/// The context of a waiter is evicted for an earlier waiter. It keeps its place before later waiters,
+/// unless its restores have failed: each attempt pauses the allocations of the others.
 #[test]
 fn evicted_context_keeps_the_place() {
-    let mut world = World::new(3);
-    let ids = [0, 1, 2].map(|n| {
-        let id = world.running(n, 200);
-        world.container_mut(n).policy.priority = 0;
-        world.settle();
-        id
-    });
-    world.take_unmanaged(TOTAL - world.used());
-    for id in ids {
-        world.call(id);
-        world.tick_after(1_000);
+    type Change = fn(&mut World);
+    let cases: [(Change, usize); 4] = [
+        (|_| {}, 1),
+        (|world| world.container_mut(1).restore_failures.in_a_row = 1, 1),
+        (|world| world.container_mut(1).restore_failures.in_a_row = 2, 2),
+        (|world| world.container_mut(1).shown.state = State::Lost, 2),
+    ];
+    for (change, place) in cases {
+        let mut world = World::new(3);
+        let ids = [0, 1, 2].map(|n| {
+            let id = world.running(n, 200);
+            world.container_mut(n).policy.priority = 0;
+            world.settle();
+            id
+        });
+        world.take_unmanaged(TOTAL - world.used());
+        for id in ids {
+            world.call(id);
+            world.tick_after(1_000);
+        }
+        let order = |world: &World| world.node.state.admission.queue.in_order(world.now);
+        assert_eq!(order(&world), [0, 1, 2].map(key));
+        world.node.state.admission.queue.leave(&key(1));
+        change(&mut world);
+        super::super::grants::enqueue(&mut world.node.state, &key(1));
+        assert_eq!(order(&world).iter().position(|other| *other == key(1)), Some(place));
     }
-    let order = |world: &World| world.node.state.admission.queue.in_order(world.now);
-    let before = order(&world);
-    assert_eq!(before.len(), 3);
-    world.node.state.admission.queue.leave(&before[1]);
-    super::super::grants::enqueue(&mut world.node.state, &before[1]);
-    assert_eq!(order(&world), before);
 }
 
 /// The counters of a queued container show its waiting calls. They must not end the eviction of its
