@@ -1,6 +1,6 @@
 /* Does one thing that makes, or could make, a checkpoint unsafe.
  *
- *   hazards plain|managed|peer|ipc-import|ipc-export|pinned|async|detach|exit [MIB]
+ *   hazards plain|managed|peer|ipc-import|ipc-export|pinned|async|detach|green|capture|exit [MIB]
  *
  * It fills MIB (default 16) of memory, creates the hazard, and prints "ready". For each line on stdin it verifies all
  * its memory, including the hazard's (reply "verify" with "ok"). It ends when stdin ends.
@@ -12,9 +12,12 @@
  *   pinned       4 MiB of pinned host memory, used for copies
  *   async        4 MiB by cuMemAllocAsync
  *   detach       a context that cuCtxDetach has ended, with 4 MiB of memory
+ *   green        a stream of a green context that has ended, with 4 MiB that were freed in it
+ *   capture      a stream capture in the mode GLOBAL that begins before "ready", and ends at the first line
  *   exit         ends at the first line, while another of its threads makes a call; its last exit handler lingers */
 #include "client.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,6 +36,8 @@ static struct client client;
 static CUdeviceptr more;
 static unsigned char *pinned;
 static size_t more_bytes;
+/* Stream that is being captured. NULL: none. */
+static CUstream captured;
 
 static CUresult fill_more(void)
 {
@@ -134,6 +139,55 @@ static CUresult detach(void)
     return client.cuda.ctx_set(client.context);
 }
 
+/* Frees pool memory in a stream of a green context, and ends the context. */
+static CUresult green(void)
+{
+    enum { SM_RESOURCE = 1, DEFAULT_STREAM = 1, NON_BLOCKING = 1, NOT_SUPPORTED = 801 };
+    unsigned char resource[256] = {0}; /* CUdevResource has 144 bytes in CUDA 12.4 */
+    void *description, *context;
+    CUstream stream;
+    CUdeviceptr memory;
+    if (dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuGreenCtxCreate") == NULL)
+        return NOT_SUPPORTED;
+    CUresult (*resource_of)(CUdevice, void *, int) = cuda_function("cuDeviceGetDevResource");
+    CUresult (*describe)(void **, void *, unsigned) = cuda_function("cuDevResourceGenerateDesc");
+    CUresult (*create)(void **, void *, CUdevice, unsigned) = cuda_function("cuGreenCtxCreate");
+    CUresult (*stream_of)(CUstream *, void *, unsigned, int) = cuda_function("cuGreenCtxStreamCreate");
+    CUresult (*alloc)(CUdeviceptr *, size_t, CUstream) = cuda_function("cuMemAllocAsync");
+    CUresult (*free_in)(CUdeviceptr, CUstream) = cuda_function("cuMemFreeAsync");
+    CUresult (*end)(void *) = cuda_function("cuGreenCtxDestroy");
+    TRY(resource_of(client.device, resource, SM_RESOURCE));
+    TRY(describe(&description, resource, 1));
+    TRY(create(&context, description, client.device, DEFAULT_STREAM));
+    TRY(stream_of(&stream, context, NON_BLOCKING, 0));
+    TRY(alloc(&memory, MORE_BYTES, stream));
+    TRY(free_in(memory, stream));
+    return end(context);
+}
+
+/* Begins a capture that forbids unsafe calls in all threads of the process. */
+static CUresult capture(void)
+{
+    enum { NON_BLOCKING = 1, GLOBAL = 0 };
+    CUstream stream;
+    CUresult (*create)(CUstream *, unsigned) = cuda_function("cuStreamCreate");
+    CUresult (*begin)(CUstream, int) = cuda_function("cuStreamBeginCapture_v2");
+    TRY(create(&stream, NON_BLOCKING));
+    TRY(begin(stream, GLOBAL));
+    captured = stream;
+    return 0;
+}
+
+/* Ends the capture, if one is open. An error means that a call has made it invalid. */
+static CUresult end_capture(void)
+{
+    void *graph;
+    CUresult (*end)(CUstream, void **) = cuda_function("cuStreamEndCapture");
+    CUstream stream = captured;
+    captured = NULL;
+    return stream == NULL ? 0 : end(stream, &graph);
+}
+
 static CUresult do_thing(const char *kind, int handles)
 {
     more_bytes = MORE_BYTES;
@@ -146,6 +200,10 @@ static CUresult do_thing(const char *kind, int handles)
         return peer_access();
     if (strcmp(kind, "detach") == 0)
         return detach();
+    if (strcmp(kind, "green") == 0)
+        return green();
+    if (strcmp(kind, "capture") == 0)
+        return capture();
     if (strcmp(kind, "ipc-import") == 0) {
         struct ipc_handle handle;
         CUdeviceptr imported;
@@ -215,7 +273,9 @@ int main(int argc, char **argv)
             sleep_ms(50);
             exit(0);
         }
-        result = client_verify(&client, &wrong, &checksum);
+        result = end_capture();
+        if (result == 0)
+            result = client_verify(&client, &wrong, &checksum);
         if (result == 0 && (more || pinned))
             result = verify_more(&wrong);
         answer("verify", result, now_us() - start, "\"ok\":%s,\"wrong\":%llu", result == 0 && wrong == 0 ? "true" : "false",

@@ -1,7 +1,8 @@
 //! Hazards that depend on the kind of memory that a CUDA process uses. If a checkpoint cannot
 //! restore this kind of memory, the controller must refuse the offload before any driver call.
 //! Otherwise the container must be offloaded. A context that has ended is a hazard for the library's
-//! own copy, which must make no call in it.
+//! own copy, which must make no call in it. An open capture becomes invalid by calls that the library's
+//! copy makes in the wrong capture mode.
 
 use anyhow::Result;
 
@@ -11,10 +12,13 @@ use super::{
 };
 use crate::{testbed::Testbed, worker::Worker};
 
+/// The driver's error code `CUDA_ERROR_NOT_SUPPORTED`.
+const NOT_SUPPORTED: i32 = 801;
+
 /// Kinds of memory that the hazards use. Each entry has a name, the argument of `hazards.c` that
 /// selects the kind, the engine for which it is a hazard, and the reason for which the offload must
 /// be refused. The reason is `None` if the container must be offloaded.
-const KINDS: [(&str, &str, &str, Option<&str>); 7] = [
+const KINDS: [(&str, &str, &str, Option<&str>); 9] = [
     ("managed memory", "managed", "checkpoint", Some("managed-memory")),
     ("peer access between GPUs", "peer", "checkpoint", Some("peer-access")),
     ("legacy IPC, imported", "ipc-import", "checkpoint", Some("shared-memory")),
@@ -22,6 +26,8 @@ const KINDS: [(&str, &str, &str, Option<&str>); 7] = [
     ("pinned host memory", "pinned", "checkpoint", None),
     ("cuMemAllocAsync", "async", "checkpoint", None),
     ("context ended by cuCtxDetach", "detach", "copy", None),
+    ("green context that has ended", "green", "copy", None),
+    ("open capture in the mode GLOBAL", "capture", "copy", None),
 ];
 
 pub fn cases() -> Vec<Case> {
@@ -39,6 +45,10 @@ fn play(world: &Testbed, what: &str, engine: &str, reason: Option<&str>) -> Resu
     if what == "peer" && ready.result != 0 {
         bare.end()?;
         return Ok(Found::Skipped("needs two GPUs that reach each other".into()));
+    }
+    if what == "green" && ready.result == NOT_SUPPORTED {
+        bare.end()?;
+        return Ok(Found::Skipped("the driver has no green contexts".into()));
     }
     anyhow::ensure!(ready.result == 0, "{what}: the program cannot start: {ready:?}");
     let without = bare.cycle(world)?;
