@@ -177,11 +177,19 @@ pub(super) fn take_gpus(node: &mut NodeState, gpus: Vec<GpuSample>) {
             by_pid.entry(*pid).or_default().push(device);
         }
     }
+    let mut foreign_bytes: BTreeMap<String, u64> =
+        gpus.iter().map(|gpu| (gpu.uuid.clone(), gpu.used_bytes)).collect();
     for process in node.registry.processes.values_mut() {
         let held = by_pid.remove(&process.identity.pid).unwrap_or_default();
+        for on in &held {
+            foreign_bytes
+                .entry(on.uuid.clone())
+                .and_modify(|all| *all = all.saturating_sub(on.bytes));
+        }
         process.memory.set_vram(held, &node.gpus.unreadable);
     }
     node.gpus.freed_since_sample.clear();
+    node.gpus.foreign_bytes = foreign_bytes;
     node.gpus.samples = gpus;
     host_promises::take_gpus_of_unseen(node);
 }

@@ -6,7 +6,7 @@ use affinode_proto::{reason::Reason, wire::Phase};
 
 use super::{
     DeviceBytes, GpuSample, Key, Millis, ProcessId,
-    ledger::margin_bytes,
+    ledger::{Ledger, margin_bytes},
     merge_needs,
     node_state::NodeState,
     offload_level,
@@ -164,44 +164,66 @@ pub(super) fn unmovable_bytes(node: &NodeState, uuid: &str) -> u64 {
 /// VRAM of a GPU that no offload can free, in bytes. `is_lasting`: whether a container with this
 /// reason keeps its VRAM.
 fn unmovable_bytes_if(node: &NodeState, uuid: &str, is_lasting: fn(Reason) -> bool) -> u64 {
-    let Some(gpu) = node.gpus.samples.iter().find(|gpu| gpu.uuid == uuid) else { return 0 };
-    let movable = |process: &&Process| {
-        let container = node.registry.containers.get(&process.key);
-        let stays = process.agent.phase.is_offloaded() && process.keeps_context();
-        !stays && container.is_some_and(|c| !is_lasting(c.shown.reason.0))
-    };
-    let held = node.registry.processes.values().filter(movable).flat_map(|p| &p.memory.vram);
-    let movable_bytes: u64 = held.filter(|d| d.uuid == uuid).map(|d| d.bytes).sum();
-    gpu.used_bytes.saturating_sub(movable_bytes)
+    if !node.gpus.samples.iter().any(|gpu| gpu.uuid == uuid) {
+        return 0;
+    }
+    let stays = |process: &&Process| stays_on_gpu(node, process, is_lasting);
+    let staying = node.registry.processes.values().filter(stays);
+    let foreign_bytes = node.gpus.foreign_bytes.get(uuid).copied().unwrap_or(0);
+    staying.map(|process| bytes_on(process, uuid)).fold(foreign_bytes, u64::saturating_add)
 }
 
-/// VRAM of each GPU that no offload could free for a waiter, in bytes, by UUID. VRAM of a container
-/// that lacks host memory is not included: restores of other containers can free host memory, also
-/// below a limit.
+/// Whether no offload can free the VRAM that a process holds.
+fn stays_on_gpu(node: &NodeState, process: &Process, is_lasting: fn(Reason) -> bool) -> bool {
+    let container = node.registry.containers.get(&process.key);
+    (process.agent.phase.is_offloaded() && process.keeps_context())
+        || container.is_none_or(|c| is_lasting(c.shown.reason.0))
+}
+
+/// VRAM that a process holds on a GPU, in bytes.
+fn bytes_on(process: &Process, uuid: &str) -> u64 {
+    let on_gpu = process.memory.vram.iter().filter(|on| on.uuid == uuid);
+    on_gpu.map(|on| on.bytes).fold(0, u64::saturating_add)
+}
+
+/// Whether a container with this reason keeps its VRAM from every waiter. A container that lacks host
+/// memory does not: restores of other containers can free host memory, also below a limit.
+fn keeps_vram(reason: Reason) -> bool {
+    reason.is_lasting() && !reason.is_host_shortage()
+}
+
+/// VRAM of each GPU that no offload could free for a waiter, in bytes, by UUID.
 pub(super) fn unmovable_for_waiters(node: &NodeState) -> BTreeMap<String, u64> {
-    let is_lasting = |reason: Reason| reason.is_lasting() && !reason.is_host_shortage();
-    let of_gpu = |gpu: &GpuSample| unmovable_bytes_if(node, &gpu.uuid, is_lasting);
+    let of_gpu = |gpu: &GpuSample| unmovable_bytes_if(node, &gpu.uuid, keeps_vram);
     node.gpus.samples.iter().map(|gpu| (gpu.uuid.clone(), of_gpu(gpu))).collect()
 }
 
 /// Whether the container could be served if all VRAM that offloads can free were free. `needs`: the
-/// VRAM that it needs on each GPU. `unmovable`: the result of [`unmovable_for_waiters`]. A GPU without
-/// a sample counts as large enough.
+/// VRAM that it needs on each GPU. `margin`: as in [`fits`]. `unmovable`: the result of
+/// [`unmovable_for_waiters`]. A GPU without a sample counts as large enough.
 pub(super) fn may_ever_fit(
     node: &NodeState,
     key: &Key,
     needs: &[DeviceBytes],
+    margin: fn(u64) -> u64,
     unmovable: &BTreeMap<String, u64>,
 ) -> bool {
+    let own = || node.registry.processes.of(key).map(|(_, process)| process);
     needs.iter().all(|need| {
-        let gpu = node.gpus.samples.iter().find(|gpu| gpu.uuid == need.uuid);
-        let resident = node.registry.processes.of(key);
-        let resident = resident.filter(|(_, process)| !process.agent.phase.is_offloaded());
-        let own = resident.flat_map(|(_, process)| &process.memory.vram);
-        let own_bytes: u64 = own.filter(|on| on.uuid == need.uuid).map(|on| on.bytes).sum();
+        let Some(gpu) = node.gpus.samples.iter().find(|gpu| gpu.uuid == need.uuid) else {
+            return true;
+        };
+        // The container's own VRAM may be unmovable too, and counts once.
+        let stays = |process: &&Process| stays_on_gpu(node, process, keeps_vram);
+        let own_staying_bytes: u64 = own().filter(stays).map(|p| bytes_on(p, &need.uuid)).sum();
         let others_bytes = unmovable.get(&need.uuid).copied().unwrap_or(0);
-        let taken_bytes = own_bytes.saturating_add(others_bytes);
-        gpu.is_none_or(|gpu| need.bytes <= gpu.total_bytes.saturating_sub(taken_bytes))
+        let others_bytes = others_bytes.saturating_sub(own_staying_bytes);
+        let alone = GpuSample {
+            used_bytes: others_bytes + held_bytes(node, key, &need.uuid),
+            ..gpu.clone()
+        };
+        let held = |uuid: &str| held_bytes(node, key, uuid);
+        Ledger::default().fits(key, std::slice::from_ref(need), held, &[alone], margin)
     })
 }
 

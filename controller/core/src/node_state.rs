@@ -106,6 +106,10 @@ pub(super) struct GpuReadings {
     pub(super) utilization_sampled_at: Option<Millis>,
     /// VRAM per GPU that was freed since the last sample of memory.
     pub(super) freed_since_sample: Vec<DeviceBytes>,
+    /// VRAM of each GPU that no registered process held at the last sample of all GPUs, in bytes, by
+    /// UUID. Other samples are no base for it: they are older or newer than the VRAM that is recorded
+    /// for the processes.
+    pub(super) foreign_bytes: BTreeMap<String, u64>,
     /// UUIDs of the GPUs on which a container waits for VRAM.
     pub(super) under_pressure: BTreeSet<String>,
     /// The GPUs whose containers want more VRAM than the GPU has.

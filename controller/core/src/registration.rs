@@ -194,7 +194,8 @@ fn use_by_newcomer(node: &mut NodeState, key: &Key, phase: Phase) -> bool {
         // controller.
         container.usage.last_use = now;
         container.goal = match phase.is_offloaded() {
-            true => Goal::Offloaded(Offload::default()),
+            // Its other processes may still be moving, for which other waiters wait then.
+            true => Goal::Offloaded(Offload { requested_at: Some(now), ..Offload::default() }),
             false => Goal::default(),
         };
     } else if phase == Phase::Open && !container.goal.is_resident() {

@@ -134,7 +134,7 @@ fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
     let needs = needs::needs_with(node, &key, want);
     // A waiter for a GPU that was not read cannot be served, and delays no waiter for its other
     // GPUs.
-    if known && let Some(why) = unread_gpu(node, &needs) {
+    if known && let Some(why) = unread_gpu(node, &key, &needs) {
         return show_unknown(node, &key, why);
     }
     let margin = needs::margin_for(node, &key);
@@ -173,7 +173,7 @@ fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
     }
     // Other containers would be evicted in vain, and later waiters would wait for nothing.
     let unmovable = claims.unmovable.get_or_insert_with(|| needs::unmovable_for_waiters(node));
-    let may_fit = || needs::may_ever_fit(node, &key, &needs, unmovable);
+    let may_fit = || needs::may_ever_fit(node, &key, &needs, margin, unmovable);
     if known && !immediate::is_urgent(node, &key) && !may_fit() {
         return show_waiting(node, &key, known);
     }
@@ -208,9 +208,16 @@ fn show_reason(node: &mut NodeState, key: &Key, reason: (Reason, String)) {
     }
 }
 
-/// Why the VRAM of a GPU in `needs` is unknown although other GPUs were read. `None`: the VRAM of
-/// all these GPUs is known.
-fn unread_gpu(node: &NodeState, needs: &[DeviceBytes]) -> Option<String> {
+/// Why the VRAM of a GPU that the container needs is unknown although other GPUs were read. `None`:
+/// the VRAM of all these GPUs is known.
+fn unread_gpu(node: &NodeState, key: &Key, needs: &[DeviceBytes]) -> Option<String> {
+    // Such a process may need any GPU of the node, and `needs` contains only those that were read.
+    let is_unknown = |p: &Process| p.agent.phase.is_offloaded() && p.vram_to_restore().is_none();
+    if let Some(gpu) = node.gpus.unreadable.first()
+        && node.registry.processes.of(key).any(|(_, process)| is_unknown(process))
+    {
+        return Some(gpu.error.clone().unwrap_or_default());
+    }
     let is_read = |uuid: &str| node.gpus.samples.iter().any(|gpu| gpu.uuid == uuid);
     let need = needs.iter().find(|need| !is_read(&need.uuid))?;
     let missing = || format!("NVML does not list the GPU {}", need.uuid);
@@ -288,7 +295,7 @@ pub(super) fn proven(
     // registers later.
     let covers = node.registry.processes.of(key).filter(|(_, p)| p.agent.phase.is_offloaded());
     let covers: BTreeSet<ProcessId> = covers.map(|(id, _)| id).collect();
-    let known = node.gpus.error.is_none();
+    let known = node.gpus.error.is_none() && unread_gpu(node, key, &needs).is_none();
     let is_free = known && needs::fits(node, key, &needs, margin);
     // VRAM that is being freed counts only if the sample shows how much of it is freed already.
     let awaits_vram =

@@ -71,9 +71,10 @@ impl Candidate {
     }
 }
 
-/// Chooses candidates that together free the missing VRAM, and none that is not needed. If all candidates together cannot free
-/// enough, the result depends on `partly`. If it is false, none is chosen. If it is true (the
-/// waiter has waited long), all candidates that free some of the missing VRAM are chosen.
+/// Chooses candidates that together free the missing VRAM, and none that is not needed. If all
+/// candidates together cannot free enough, the result depends on `partly`. If it is false, none is
+/// chosen. If it is true (the waiter has waited long), all candidates that free some of the missing
+/// VRAM are chosen.
 #[must_use]
 pub fn choose(
     mut candidates: Vec<Candidate>,

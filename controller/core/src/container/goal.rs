@@ -32,8 +32,8 @@ pub struct Offload {
     /// When the offload began. `None`: it is complete and counted, or an earlier controller began
     /// it.
     pub began: Option<Millis>,
-    /// When the offload, or the later eviction of the CUDA contexts, was requested. `None`: an earlier
-    /// controller requested it.
+    /// When the offload, or the later eviction of the CUDA contexts, was requested. For an offload of an
+    /// earlier controller: when the container's first process registered again. `None`: not requested yet.
     pub requested_at: Option<Millis>,
     /// Whether the offload also checkpoints the CUDA context, because another container needs the
     /// context's VRAM.

@@ -90,3 +90,18 @@ fn resident_container_of_a_lost_gpu_stays() {
     assert_eq!(world.process(first).memory.vram_bytes(), 300, "it is what NVML showed last");
     assert_eq!(world.process(second).memory.vram_bytes(), 0);
 }
+
+/// The journal was lost, so nothing shows which GPU the process needs.
+#[test]
+fn unknown_need_waits_for_an_unread_gpu() {
+    let (mut world, [_, _, third]) = offloaded();
+    world.process_mut(third).memory.set_offloaded_vram(None);
+    world.nvml.unreadable = Some(1);
+    world.call(third);
+    (0..200).for_each(|_| world.pass());
+    assert_eq!(world.state(1), State::Queued);
+    assert_eq!(reason(&world, 1), (Reason::VramUnknown, LOST.to_owned()));
+    world.nvml.unreadable = None;
+    world.settle_all();
+    assert!(!world.agents[&third].wants);
+}

@@ -77,6 +77,79 @@ fn hopeless_waiter_blocks_no_other() {
     assert!(wait_for(&mut world, large, 10_000) < 5_000, "the large one fits now");
 }
 
+/// A waiter fits only without the margin that a restore needs. It can never be served, so it evicts no
+/// other.
+#[test]
+fn margin_counts_for_a_hopeless_waiter() {
+    let mut world = World::new(3);
+    let large = world.running(0, 800);
+    world.settle();
+    world.take_unmanaged(190);
+    let small = world.running(2, 100);
+    world.settle();
+    world.call(small);
+    assert!(wait_for(&mut world, small, 10_000) < 1_000);
+    let container = world.container_mut(2);
+    container.policy.idle_timeout_ms = HOUR;
+    let offloads = container.figures.offloads;
+    world.call(large);
+    (0..600).for_each(|_| world.pass());
+    assert_eq!(world.container(2).figures.offloads, offloads, "it was evicted in vain");
+    world.take_unmanaged(0);
+    assert!(wait_for(&mut world, large, 10_000) < 5_000, "the large one fits now");
+}
+
+/// The victim of the first waiter has left, and no sample of the GPU shows it yet. The first waiter
+/// keeps its place before a smaller one, whether the victim was offloaded or has ended.
+#[test]
+fn first_waiter_keeps_its_place_when_vram_is_freed() {
+    for ends in [false, true] {
+        let mut world = World::new(9);
+        let [first, second] = [(0, 700), (3, 500)].map(|(n, bytes)| {
+            let id = world.running(n, bytes);
+            world.settle();
+            id
+        });
+        let victim = world.running(6, 450);
+        world.container_mut(6).policy.idle_timeout_ms = HOUR;
+        (0..600).for_each(|_| world.pass());
+        for n in [0, 3, 6] {
+            world.container_mut(n).policy.priority = 0;
+        }
+        world.call(first);
+        world.call(second);
+        let is_resident = |world: &World, id: ProcessId| world.agents[&id].phase == Phase::Open;
+        assert!(!is_resident(&world, first) && !is_resident(&world, second));
+        if ends {
+            world.exit(victim);
+        }
+        let began = world.now;
+        while world.agents[&first].wants && world.now - began < 60_000 {
+            world.pass();
+            assert!(!is_resident(&world, second) || is_resident(&world, first), "it was overtaken");
+        }
+        assert!(is_resident(&world, first));
+    }
+}
+
+/// An operator keeps a container on the GPU. Its own VRAM counts once when its allocation waits.
+#[test]
+fn allocation_of_a_pinned_container_is_served() {
+    let mut world = World::new(2);
+    let pinned = world.running(0, 400);
+    world.pin(0, true);
+    let idle = world.running(1, 550);
+    let policy = &mut world.container_mut(1).policy;
+    (policy.idle_timeout_ms, policy.priority) = (HOUR, 0);
+    (0..600).for_each(|_| world.pass());
+    assert_eq!(world.agents[&idle].phase, Phase::Open);
+    // The neighbour may leave a second later, when the reason of the pinned container is shown again.
+    world.container_mut(1).resident_until = world.now + 1_000;
+    world.allocate(pinned, 300);
+    (0..600).for_each(|_| world.pass());
+    assert_ne!(world.agents[&idle].phase, Phase::Open, "the idle neighbour was not evicted");
+}
+
 /// The process that is evicted for a waiter never reports. Then the next one is evicted.
 #[test]
 fn silent_victim_does_not_stop_evictions() {
@@ -258,4 +331,18 @@ fn resident_container_needs_no_restore() {
     assert_eq!(world.process(id).memory.offloaded, None);
     let effects = std::mem::take(&mut world.node.state.output.effects);
     assert!(effects.contains(&Effect::Journal(key(0), None)), "{effects:?}");
+}
+
+/// A new controller finds an offload in progress. Its VRAM counts as being freed, as for an offload of
+/// its own.
+#[test]
+fn recalled_offload_is_expected_to_end() {
+    let mut world = World::new(1);
+    world.running(0, 300);
+    world.settle();
+    assert_eq!(world.state(0), State::Offloaded);
+    world.restart(false);
+    (0..20).for_each(|_| world.pass());
+    let offload = world.container(0).goal.offload().expect("it is still offloaded");
+    assert!(offload.requested_at.is_some());
 }
