@@ -5,7 +5,7 @@
 //! copy out: begin the pool ──> copy pieces that are neither zero nor in the pool ────────> all copied?
 //!                                │                                          └──> unmap, release
 //!                                │ any failure: nothing was unmapped                 each
-//!                                │ if a process waits for the VRAM (`early_release`): all pages present?
+//!                                │ if a process waits for the VRAM (`early_release`): is host memory certain?
 //!                                └──> unmap, release each as soon as it is copied
 //! ```
 
@@ -70,8 +70,8 @@ pub fn is_copied_out() -> bool {
 /// # Errors
 /// Returns the driver's code, [`NO_HOST_MEMORY`], [`GIVEN_UP`] or [`LOADER_HELD`]. All memory is on
 /// the device as before, with two exceptions: memory that was exported to a copier and could not be
-/// mapped again, and memory that was freed early before the driver failed. The content of the latter
-/// is in the staging pool.
+/// mapped again, and memory that was freed early before the driver failed or host memory became short.
+/// The content of the latter is in the staging pool.
 pub fn copy_out(how: CopyOptions, handed: Option<u64>) -> Result<(), u32> {
     if !is_in_use() {
         return Ok(());
@@ -327,8 +327,7 @@ impl CopyOutProgress<'_> {
             }
             done += bytes as u64;
         }
-        let are_pages_present = || prefault::PREFAULT.has_all_pages();
-        self.release.submitted(&mut self.copies, (id, piece), are_pages_present)
+        self.release.submitted(&mut self.copies, (id, piece))
     }
 }
 

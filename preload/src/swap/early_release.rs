@@ -7,9 +7,11 @@
 //! ```
 //!
 //! A copy out can fail because host memory is short, or because it is cancelled. Then all memory
-//! must still be on the device. So the first piece is released only when the pages of the whole
-//! content are present in the staging pool, after which the copy is not cancelled. The
-//! controller grants the VRAM that is being freed only after the message Releasing.
+//! should still be on the device. So the first piece is released only when the pages of the whole
+//! content are present in the staging pool, or when the node has twice the memory that is missing and
+//! the copy is soon over. After that, the copy is not cancelled. If host memory becomes short
+//! nevertheless, the process is partly copied out, as after an error of the driver. The controller
+//! grants the VRAM that is being freed only after the message Releasing.
 
 use affinode_cuda_sys::result;
 use affinode_proto::wire::message::{AgentMessage, FRAME_BYTES};
@@ -20,6 +22,7 @@ use super::contexts::in_context;
 use super::copy::{CopyStreams, record_progress, update_counters};
 use super::driver::call;
 use super::pending_work::WITHOUT_TIMING;
+use super::prefault::PREFAULT;
 use super::{GRANULE_BYTES, tables};
 use crate::{fds, sys};
 
@@ -27,6 +30,11 @@ use crate::{fds, sys};
 const GROUPS: usize = 32;
 /// Maximum size of a group, in bytes. At 55 GB/s its copy takes 5 ms.
 const MAX_GROUP_BYTES: u64 = 256 << 20;
+
+/// Time within which a copy out must be expected to end before it releases device memory while pages
+/// are missing, in microseconds. The waiter waits 4.5 s for this memory. Tests do not depend on their
+/// speed.
+const SOON_US: u64 = if cfg!(test) { u64::MAX / 2 } else { 2_000_000 };
 
 /// Progress of the release of device memory in a copy out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +63,11 @@ pub(super) struct EarlyRelease {
     state: ReleaseState,
     /// Size from which a group is complete, in bytes.
     group_bytes: u64,
+    /// Time at which the copy out began, in microseconds.
+    began_us: u64,
+    /// Bytes of all pieces, and of those whose copies were submitted.
+    all_bytes: u64,
+    submitted_bytes: u64,
     /// Ring of the complete groups, whose copies may be in progress.
     groups: [Group; GROUPS],
     first: usize,
@@ -78,6 +91,9 @@ impl EarlyRelease {
         EarlyRelease {
             state: if is_ordered { ReleaseState::Awaited } else { ReleaseState::Off },
             group_bytes: (bytes / 16).clamp(GRANULE_BYTES as u64, MAX_GROUP_BYTES),
+            began_us: sys::now_us(),
+            all_bytes: bytes,
+            submitted_bytes: 0,
             groups: [Group { event: 0, context: 0, last: AllocationId::FIRST }; GROUPS],
             first: 0,
             count: 0,
@@ -106,16 +122,16 @@ impl EarlyRelease {
     }
 
     /// Records that the copies of a piece were submitted, and releases the pieces whose copies have
-    /// ended. `are_pages_present`: whether the staging pool has pages for all content.
+    /// ended.
     pub(super) fn submitted(
         &mut self,
         copies: &mut CopyStreams,
         (id, piece): (AllocationId, &AllocationPiece),
-        are_pages_present: impl FnOnce() -> bool,
     ) -> u32 {
         if !self.is_on() {
             return result::SUCCESS;
         }
+        self.submitted_bytes += piece.bytes;
         if self.bytes > 0 && self.context != piece.context {
             self.complete_group(copies);
             self.has_stopped |= self.bytes > 0;
@@ -127,8 +143,16 @@ impl EarlyRelease {
             self.complete_group(copies);
         }
         // The first release decides that the copy out cannot be cancelled any more.
-        let may_release = self.has_begun() || self.count > 1 && are_pages_present();
+        let may_release = self.has_begun()
+            || self.count > 1
+                && (PREFAULT.has_all_pages() || self.is_soon_over() && PREFAULT.commit());
         if may_release { self.release_copied(self.count == GROUPS) } else { result::SUCCESS }
+    }
+
+    /// Whether the copy out is expected to end soon, if it goes on as fast as before.
+    fn is_soon_over(&self) -> bool {
+        let passed_us = sys::now_us().saturating_sub(self.began_us);
+        left_us(passed_us, self.submitted_bytes, self.all_bytes) <= SOON_US
     }
 
     /// Releases all pieces of complete groups, each as soon as its copies have ended. The copies of
@@ -219,6 +243,14 @@ impl EarlyRelease {
     }
 }
 
+/// Time that a copy of `all_bytes` bytes still takes after `done_bytes` were copied in `passed_us`
+/// microseconds, if it goes on as fast, in microseconds.
+fn left_us(passed_us: u64, done_bytes: u64, all_bytes: u64) -> u64 {
+    let left_bytes = u128::from(all_bytes.saturating_sub(done_bytes));
+    let left_us = u128::from(passed_us) * left_bytes / u128::from(done_bytes.max(1));
+    u64::try_from(left_us).unwrap_or(u64::MAX)
+}
+
 impl Drop for EarlyRelease {
     fn drop(&mut self) {
         for n in 0..self.count {
@@ -246,5 +278,17 @@ fn tell_controller() -> bool {
             false
         }
         Err(_) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn rest_of_a_copy_takes_as_long_as_before() {
+        use super::left_us;
+        assert_eq!(left_us(1_000, 10, 40), 3_000);
+        assert_eq!(left_us(1_000, 40, 40), 0);
+        assert_eq!(left_us(u64::MAX, 1, u64::MAX), u64::MAX);
+        assert_eq!(left_us(1_000, 0, 40), 40_000, "no copy was submitted");
     }
 }

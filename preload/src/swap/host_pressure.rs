@@ -164,6 +164,16 @@ pub mod tests {
     /// the memory that is really in use.
     pub static TAKEN_BY_OTHERS: AtomicU64 = AtomicU64::new(0);
 
+    /// Memory that other processes must use so that about `bytes` are left before host memory is
+    /// critical, in bytes.
+    pub fn all_but(bytes: u64) -> u64 {
+        let of_node = node().map(|(room, all)| room.saturating_sub(all / 64));
+        let of_group =
+            group().map(|(room, limit)| room.saturating_sub((limit / 128).min(32 << 20)));
+        let free = [of_node, of_group].into_iter().flatten().min().unwrap_or(0);
+        free.saturating_sub(bytes)
+    }
+
     #[test]
     fn fields_match_whole_names_at_line_start() {
         let text = b"inactive_file_x 1\nxinactive_file 2\ninactive_file 30\nMemTotal:   7 kB\n";

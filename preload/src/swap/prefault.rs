@@ -2,7 +2,7 @@
 //! is copied to them. Several threads are needed, because a single one is slower than the bus.
 
 use core::ffi::c_void;
-use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 
 use super::{host_pool, host_pressure, numa};
 use crate::counters::CounterPage;
@@ -94,6 +94,8 @@ pub struct Prefault {
     /// 1 if the helpers have stopped because host memory was short or the copy out was cancelled.
     /// Some chunks then have no pages.
     short: AtomicU32,
+    /// 1 if the copy out in progress goes on although its offload was given up.
+    committed: AtomicU32,
     /// Chunks whose pages are present.
     pub resident: ChunkQueue,
     /// Chunks in which no content will be stored. The helpers skip them.
@@ -114,6 +116,7 @@ pub static PREFAULT: Prefault = Prefault {
     touching: AtomicU64::new(0),
     missing_bytes: AtomicU64::new(0),
     short: AtomicU32::new(0),
+    committed: AtomicU32::new(0),
     resident: ChunkQueue::none(),
     empty: ChunkQueue::none(),
     progress: AtomicU32::new(0),
@@ -143,6 +146,28 @@ impl Prefault {
         (0..self.chunks()).all(|chunk| self.resident.has(chunk) || self.empty.has(chunk))
     }
 
+    /// Whether device memory may be freed although pages for other content are still missing. The
+    /// copy out then fails only if other processes take twice the missing memory meanwhile. From now
+    /// on the helpers also go on if the offload is given up. Always false if it was given up before,
+    /// because a helper may have stopped.
+    pub fn commit(&self) -> bool {
+        const RESERVE_BYTES: u64 = 1 << 30;
+        let missing_bytes = self.missing_bytes.load(Ordering::Acquire);
+        if missing_bytes > 0 {
+            let bytes = missing_bytes.saturating_mul(2).saturating_add(RESERVE_BYTES);
+            if host_pressure::is_critical(bytes, self.place()) {
+                return false;
+            }
+        }
+        self.committed.store(1, Ordering::SeqCst);
+        // A helper that sees a later cancellation also sees that the copy is committed.
+        fence(Ordering::SeqCst);
+        let is_given_up = process::page().is_some_and(CounterPage::is_turned_back);
+        let may_free = !is_given_up && self.short.load(Ordering::Acquire) == 0;
+        self.committed.store(u32::from(may_free), Ordering::SeqCst);
+        may_free
+    }
+
     /// Whether helpers are running.
     pub fn is_busy(&self) -> bool {
         self.helpers.load(Ordering::Acquire) > 0
@@ -166,6 +191,7 @@ impl Prefault {
         self.near.iter().zip(near).for_each(|(word, near)| word.store(near, Ordering::Relaxed));
         self.empty.clear();
         self.short.store(0, Ordering::Release);
+        self.committed.store(0, Ordering::SeqCst);
         self.next.store(0, Ordering::Release);
         let missing = (0..bytes.div_ceil(CHUNK_BYTES)).filter(|chunk| !self.resident.has(*chunk));
         self.set_missing(missing.clone().map(|chunk| chunk_bytes(bytes, chunk) as u64).sum());
@@ -186,6 +212,8 @@ impl Prefault {
         if bytes == 0 {
             return false;
         }
+        #[cfg(test)]
+        tests::wait_to_fill(chunk);
         if !self.resident.has(chunk) && !self.empty.has(chunk) {
             let touched = if self.may_touch(bytes as u64) {
                 let touched = match self.place() {
@@ -318,6 +346,8 @@ impl Prefault {
     /// Waits until the pages of a chunk are present. False: before that, host memory became short
     /// or the copy out was cancelled.
     pub fn wait(&self, chunk: usize) -> bool {
+        #[cfg(test)]
+        tests::fill_may_begin(chunk);
         loop {
             let seen = self.progress.load(Ordering::Acquire);
             if self.resident.has(chunk) {
@@ -352,9 +382,15 @@ impl Prefault {
     }
 }
 
-/// Whether the controller has cancelled the copy out in progress.
+/// Whether the copy out in progress is cancelled: the controller has given up the offload, and no
+/// device memory may be free yet, or host memory is short.
 pub fn is_turned_back() -> bool {
-    process::page().is_some_and(CounterPage::is_turned_back)
+    let is_cancelled = |page: &CounterPage| {
+        // Pairs with the fence in `Prefault::commit`.
+        fence(Ordering::SeqCst);
+        !page.is_not_wanted() || PREFAULT.committed.load(Ordering::SeqCst) == 0
+    };
+    process::page().is_some_and(|page| page.is_turned_back() && is_cancelled(page))
 }
 
 /// Size of a chunk in a pool of `bytes` bytes. The last chunk may be shorter.
@@ -382,6 +418,23 @@ pub mod tests {
     use super::*;
 
     const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+    /// First chunk that no helper fills before it is waited for. `usize::MAX`: none.
+    pub static HELD_CHUNK: AtomicUsize = AtomicUsize::new(usize::MAX);
+
+    /// Waits in a helper until the chunk may be filled.
+    pub fn wait_to_fill(chunk: usize) {
+        while chunk >= HELD_CHUNK.load(Ordering::Acquire) {
+            std::thread::yield_now();
+        }
+    }
+
+    /// Lets the helpers go on if the copy out waits for a chunk that is held.
+    pub fn fill_may_begin(chunk: usize) {
+        if chunk >= HELD_CHUNK.load(Ordering::Acquire) {
+            HELD_CHUNK.store(usize::MAX, Ordering::Release);
+        }
+    }
 
     fn own(start: usize, bytes: usize) -> StagingMemory {
         StagingMemory { start, bytes, of_file: false, place: StagingPlace::Own }
@@ -411,6 +464,7 @@ pub mod tests {
             *pool = StagingPool::none();
         });
         PREFAULT.resident.clear();
+        HELD_CHUNK.store(usize::MAX, Ordering::Release);
         SWAP.in_use.store(0, Ordering::Release);
         SWAP.strayed.store(0, Ordering::Release);
     }

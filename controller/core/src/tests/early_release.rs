@@ -231,28 +231,34 @@ fn unexpected_report_of_release_is_ignored() {
     assert!(!early_release::is_in_progress(&world.node.state));
 }
 
-/// The driver fails when the victim has freed half of its memory. The waiter must not take the freed
-/// VRAM for which the victim waits, because the victim could not be evicted.
+/// The driver fails when the victim has freed half of its memory, or host memory becomes short. The
+/// waiter must not take the freed VRAM for which the victim waits, because the victim could not be
+/// evicted.
 #[test]
 fn partly_failed_victim_returns() {
     // Also with a library that cannot wait for VRAM, so that no restore is tried before, and with so
     // little VRAM that the victim's context must leave too.
-    for (can_wait, others) in [(true, 0), (false, 0), (true, 120), (false, 120)] {
-        let (mut world, here, there) = called(World::new(9));
-        world.others = others;
-        if !can_wait {
-            world.agents.get_mut(&here).unwrap().capabilities.0 &= !Capabilities::RELEASES_EARLY.0;
-            world.hello(here);
+    let cases = [(true, 0), (false, 0), (true, 120), (false, 120)];
+    for outcome in [Outcome::DriverError, Outcome::NoHostMemory] {
+        for (can_wait, others) in cases {
+            let (mut world, here, there) = called(World::new(9));
+            world.others = others;
+            if !can_wait {
+                let agent = world.agents.get_mut(&here).unwrap();
+                agent.capabilities.0 &= !Capabilities::RELEASES_EARLY.0;
+                world.hello(here);
+            }
+            until_released(&mut world, there);
+            world.fail = Some(outcome);
+            while world.fail.is_some() {
+                world.pass();
+            }
+            assert!(world.agents[&there].partly_out && world.process(there).is_partly_out());
+            world.settle_all();
+            let served = !world.agents[&here].wants && !world.agents[&there].partly_out;
+            let states = [HERE, THERE].map(|n| world.state(n));
+            assert!(served, "{outcome:?} {can_wait} {others}: {states:?}");
         }
-        until_released(&mut world, there);
-        world.fail = Some(Outcome::DriverError);
-        while world.fail.is_some() {
-            world.pass();
-        }
-        assert!(world.agents[&there].partly_out && world.process(there).is_partly_out());
-        world.settle_all();
-        let served = !world.agents[&here].wants && !world.agents[&there].partly_out;
-        assert!(served, "{can_wait} {others}: {:?} {:?}", world.state(HERE), world.state(THERE));
     }
 }
 

@@ -16,16 +16,21 @@ const PIECES: usize = 3;
 /// A process with some memory on the device, and without a copier.
 struct World {
     fake: Fake,
+    pieces: usize,
     _own: MutexGuard<'static, ()>,
 }
 
 impl World {
     fn new() -> World {
+        World::with(PIECES, PIECE_BYTES)
+    }
+
+    fn with(pieces: usize, bytes: u64) -> World {
         let own = SHARED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let world = World { fake: Fake::new(), _own: own };
+        let world = World { fake: Fake::new(), pieces, _own: own };
         SWAP.in_use.store(1, Ordering::Release);
-        for content in 1..=PIECES as u64 {
-            world.allocate(PIECE_BYTES, content);
+        for content in 1..=pieces as u64 {
+            world.allocate(bytes, content);
         }
         world
     }
@@ -59,12 +64,17 @@ impl World {
             piece.place == MemoryPlace::Device
                 && self.fake.read(piece.address) == Some(n as u64 + 1)
         };
-        self.pieces().iter().enumerate().all(right) && self.fake.held() == held(PIECES)
+        self.pieces().iter().enumerate().all(right) && self.fake.held() == self.held(self.pieces)
     }
 
     fn is_copied_out(&self) -> bool {
         let offloaded = |piece: &AllocationPiece| piece.place == MemoryPlace::Pool;
-        self.pieces().iter().all(offloaded) && self.fake.held() == held(0)
+        self.pieces().iter().all(offloaded) && self.fake.held() == self.held(0)
+    }
+
+    /// What the process holds if this number of its pieces is on the device.
+    fn held(&self, many: usize) -> Held {
+        Held { ranges: self.pieces, ..held(many) }
     }
 }
 

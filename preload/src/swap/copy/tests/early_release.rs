@@ -1,10 +1,15 @@
 //! Copies out that free VRAM piece by piece, and copies in that wait for VRAM.
 
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::{
+    os::fd::{AsRawFd, OwnedFd},
+    sync::atomic::AtomicBool,
+};
 
 use affinode_proto::wire::message::{AgentMessage, FRAME_BYTES};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, socketpair};
 
+use super::super::super::host_pressure::tests::{TAKEN_BY_OTHERS, all_but};
+use super::super::super::prefault::{CHUNK_BYTES, PREFAULT, is_turned_back, tests::HELD_CHUNK};
 use super::*;
 use crate::{
     fds::{self, TrackedFd},
@@ -128,11 +133,9 @@ fn copy_without_events_releases_at_the_end() {
     }
 }
 
-/// Until all pages of the staging pool are present, the copy out can fail for lack of host memory,
-/// so nothing may be released.
+/// Without host memory the copy out fails before anything is released.
 #[test]
 fn nothing_is_released_before_pages_are_there() {
-    use super::super::super::host_pressure::tests::TAKEN_BY_OTHERS;
     let world = World::new();
     let controller = Controller::connect();
     TAKEN_BY_OTHERS.store(u64::MAX / 2, Ordering::Relaxed);
@@ -142,22 +145,114 @@ fn nothing_is_released_before_pages_are_there() {
     assert!(world.is_resident() && controller.count_releasing() == 0);
 }
 
+/// Whether the release of the last copy out began while pages were missing.
+static WAS_EARLY: AtomicBool = AtomicBool::new(false);
+
+fn note_pages() {
+    WAS_EARLY.store(HELD_CHUNK.load(Ordering::Acquire) != usize::MAX, Ordering::Release);
+}
+
+/// Copies out. The helpers get only the pages of the first chunk before the copy waits for another one.
+/// `at_release` runs when the release begins.
+fn copy_out_with_late_pages(world: &World, at_release: fn()) -> Result<(), u32> {
+    HELD_CHUNK.store(1, Ordering::Release);
+    world.fake.at_query(at_release);
+    copy_out(early(), None)
+}
+
+/// A process whose content fills three chunks, with two pieces in each.
+fn large() -> World {
+    let world = World::with(6, CHUNK_BYTES as u64 / 2);
+    WAS_EARLY.store(false, Ordering::Release);
+    world
+}
+
+/// Memory is released while pages are missing if the node has much memory and the copy is soon over.
+#[test]
+fn pieces_are_released_while_pages_are_missing() {
+    let world = large();
+    let controller = Controller::connect();
+    assert_eq!(
+        (copy_out_with_late_pages(&world, note_pages), world.is_copied_out()),
+        (Ok(()), true)
+    );
+    assert!(WAS_EARLY.load(Ordering::Acquire), "it waited for all pages");
+    assert_eq!((controller.count_releasing(), world.fake.events()), (1, 0));
+    assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
+}
+
+/// The node has the memory that is missing, but not twice as much.
+#[test]
+fn scarce_host_memory_delays_the_release() {
+    let world = large();
+    let controller = Controller::connect();
+    TAKEN_BY_OTHERS.store(all_but(5 << 28), Ordering::Relaxed);
+    let ended = copy_out_with_late_pages(&world, note_pages);
+    TAKEN_BY_OTHERS.store(0, Ordering::Relaxed);
+    assert_eq!((ended, world.is_copied_out()), (Ok(()), true));
+    assert!(!WAS_EARLY.load(Ordering::Acquire));
+    assert_eq!(controller.count_releasing(), 1);
+    assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
+}
+
+/// Other processes take the host memory after the release has begun. The process is partly copied out,
+/// and nothing is lost.
+#[test]
+fn shortage_after_a_release_leaves_a_part() {
+    let world = large();
+    let controller = Controller::connect();
+    let ended = copy_out_with_late_pages(&world, || {
+        TAKEN_BY_OTHERS.store(u64::MAX / 2, Ordering::Relaxed);
+    });
+    TAKEN_BY_OTHERS.store(0, Ordering::Relaxed);
+    assert_eq!(ended, Err(NO_HOST_MEMORY));
+    assert!(is_copied_out() && !world.is_copied_out() && controller.count_releasing() == 1);
+    assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
+    assert_eq!((copy_out(early(), None), world.is_copied_out()), (Ok(()), true));
+    assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
+}
+
 /// The controller may cancel a copy out while the message that it frees memory is on its way. The
-/// copy out then continues.
+/// copy out then continues, also if pages are missing.
 #[test]
 fn copy_that_releases_is_not_cancelled() {
     use affinode_proto::wire::{Phase, counters::NOT_WANTED};
-    let world = World::new();
-    let controller = Controller::connect();
+    for (world, has_pages) in [(World::new as fn() -> World, true), (large, false)] {
+        let world = world();
+        let controller = Controller::connect();
+        crate::process::with_page(|page| {
+            assert_eq!((copy_out(early(), None), copy_in(None)), (Ok(()), Ok(())));
+            while tidy(true) == TrimResult::Part {}
+            page.set_phase(Phase::CopyingOut);
+            page.generation.store(3, Ordering::Relaxed);
+            // The first event is queried only after the release has begun.
+            let cancel: fn() = || {
+                note_pages();
+                process::page().unwrap().turn_back_for_test(3 | NOT_WANTED);
+            };
+            assert_eq!(copy_out_with_late_pages(&world, cancel), Ok(()));
+            assert!(world.is_copied_out() && (has_pages || WAS_EARLY.load(Ordering::Acquire)));
+            assert!(page.is_turned_back() && controller.count_releasing() == 2);
+            assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
+        });
+    }
+}
+
+/// A copy out that was given up before releases nothing early.
+#[test]
+fn given_up_copy_is_not_committed() {
+    use affinode_proto::wire::{Phase, counters::NOT_WANTED};
+    let _world = large();
     crate::process::with_page(|page| {
-        assert_eq!((copy_out(early(), None), copy_in(None)), (Ok(()), Ok(())));
+        assert!(PREFAULT.commit());
         page.set_phase(Phase::CopyingOut);
         page.generation.store(3, Ordering::Relaxed);
-        // The first event is queried only after the release has begun.
-        world.fake.at_query(|| process::page().unwrap().turn_back_for_test(3 | NOT_WANTED));
-        assert_eq!((copy_out(early(), None), world.is_copied_out()), (Ok(()), true));
-        assert!(page.is_turned_back() && controller.count_releasing() == 2);
-        assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
+        page.turn_back_for_test(3 | NOT_WANTED);
+        assert!(!is_turned_back(), "a copy that goes on is not cancelled");
+        assert!(!PREFAULT.commit());
+        assert!(is_turned_back());
+        page.turn_back_for_test(3);
+        assert!(is_turned_back(), "host memory is short");
     });
 }
 
