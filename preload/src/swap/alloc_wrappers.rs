@@ -50,15 +50,40 @@ pub unsafe extern "C" fn mem_alloc_pitch(
 }
 
 /// Returns the pitch (distance between two rows, in bytes) that the driver uses for rows of this
-/// width. The function gets it by allocating one row in the driver and freeing it again. `None`:
-/// the driver failed or returned an invalid pitch.
+/// width: the next multiple of the device's row alignment. `None`: only the driver can answer.
 fn pitch_of(width: usize, element: u32) -> Option<usize> {
-    let (mut row, mut pitch) = (0, 0);
-    if call!(mem_alloc_pitch(&raw mut row, &raw mut pitch, width, 1, element)) != result::SUCCESS {
+    /// Sizes of an element, in bytes, that the driver accepts.
+    const ELEMENT_BYTES: [u32; 3] = [4, 8, 16];
+    const MAX_PITCH_BYTES: usize = i32::MAX as usize;
+    if !ELEMENT_BYTES.contains(&element) || SWAP.wanted.load(Ordering::Acquire) == 0 {
         return None;
     }
-    let freed = call!(mem_free(row));
-    (freed == result::SUCCESS && pitch >= width).then_some(pitch)
+    let pitch = width.checked_next_multiple_of(row_alignment()?)?;
+    (pitch <= MAX_PITCH_BYTES).then_some(pitch)
+}
+
+/// Returns the multiple to which the driver pads rows on the current device, in bytes. The function
+/// gets it once for each device, from a row of one byte. It keeps this row: a free would wait for
+/// all work of the context, but `cuMemAllocPitch` never waits for work. The work may be a kernel
+/// that ends only after a later action of the program.
+fn row_alignment() -> Option<usize> {
+    let mut device = -1;
+    if call!(ctx_get_device(&raw mut device)) != result::SUCCESS {
+        return None;
+    }
+    let known = SWAP.row_alignments.get(usize::try_from(device).ok()?)?;
+    match known.load(Ordering::Relaxed) {
+        0 => {
+            let (mut row, mut pitch) = (0, 0);
+            let code = call!(mem_alloc_pitch(&raw mut row, &raw mut pitch, 1, 1, 4));
+            if code != result::SUCCESS || !pitch.is_power_of_two() {
+                return None;
+            }
+            known.store(pitch, Ordering::Relaxed);
+            Some(pitch)
+        }
+        alignment => Some(alignment),
+    }
 }
 
 /// Allocates memory that this library can copy to host memory itself, and returns its address.
@@ -333,4 +358,41 @@ pub unsafe extern "C" fn ctx_enable_peer_access(peer: usize, flags: u32) -> u32 
         }
     }
     code
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::pending_work::tests::Process;
+    use super::super::prefault::tests::forget_all;
+    use super::*;
+
+    fn mem_alloc_pitched(width: usize, height: usize, element: u32) -> Result<(u64, usize), u32> {
+        let (mut address, mut pitch) = (0, 0);
+        // SAFETY: the addresses are those of local variables.
+        match unsafe { mem_alloc_pitch(&raw mut address, &raw mut pitch, width, height, element) } {
+            result::SUCCESS => Ok((address, pitch)),
+            code => Err(code),
+        }
+    }
+
+    /// The program's own call waits for no work, so this library must not wait either. A free in
+    /// the driver would wait, and it would invalidate a capture.
+    #[test]
+    fn pitched_memory_is_made_without_a_free() {
+        let process = Process::new();
+        SWAP.in_use.store(1, Ordering::Release);
+        SWAP.wanted.store(1, Ordering::Release);
+        for (width, expected) in [(1000, 1024), (1024, 1024), (1025, 1536)] {
+            let (address, pitch) = mem_alloc_pitched(width, 4096, 4).unwrap();
+            assert_eq!(pitch, expected);
+            assert!(known_at(address).is_some(), "the memory is swappable");
+        }
+        let (small, pitch) = mem_alloc_pitched(1000, 4, 4).unwrap();
+        assert_eq!((pitch, known_at(small).is_none()), (1024, true));
+        assert_eq!(process.fake.frees(), 0, "no call waits for work");
+        assert_eq!(mem_alloc_pitched(1000, 4096, 3), Err(result::INVALID_VALUE));
+        SWAP.wanted.store(0, Ordering::Release);
+        SWAP.row_alignments.iter().for_each(|known| known.store(0, Ordering::Relaxed));
+        forget_all();
+    }
 }

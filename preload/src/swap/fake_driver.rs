@@ -84,6 +84,8 @@ struct Device {
     contents: BTreeMap<(u64, u64), u64>,
     /// Contents of the memory that `cuMemAlloc` of the fake driver has allocated, by address.
     own: BTreeMap<u64, Vec<u64>>,
+    /// Number of calls of `cuMemFree` so far. In the real driver each of them waits for work.
+    frees: usize,
     exports: Vec<Export>,
     /// Sizes of registered host memory, by address.
     registered: BTreeMap<usize, usize>,
@@ -234,6 +236,11 @@ impl Fake {
     /// Adds this number of references of the application to the primary context.
     pub fn retain_primary(&self, times: usize) {
         device(|device| device.primary_holds += times);
+    }
+
+    /// Number of calls of `cuMemFree` so far.
+    pub fn frees(&self) -> usize {
+        device(|device| device.frees)
     }
 
     /// Number of allocations in the driver's own pools.
@@ -566,7 +573,19 @@ functions! {
         device.own.insert(at, vec![0; bytes.div_ceil(size_of::<u64>())]);
         set(address, at)
     };
-    "cuMemFree_v2" mem_free(address: u64) |device, address| device.own.remove(&address).map(drop);
+    "cuMemAllocPitch_v2" mem_alloc_pitch(
+        address: *mut u64, pitch: *mut usize, width: usize, height: usize, element: u32
+    ) |device, address, pitch, width, height, element| {
+        [4, 8, 16].contains(&element).then_some(())?;
+        let (at, row) = (device.name() << 40, width.next_multiple_of(512));
+        device.own.insert(at, vec![0; row * height / size_of::<u64>()]);
+        set(pitch, row)?;
+        set(address, at)
+    };
+    "cuMemFree_v2" mem_free(address: u64) |device, address| {
+        device.frees += 1;
+        device.own.remove(&address).map(drop)
+    };
     "cuModuleLoadData" module_load(module: *mut usize, _image: *const core::ffi::c_void) |device, module, _| {
         device.may_disturb_captures()?;
         set(module, 1)

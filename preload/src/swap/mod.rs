@@ -172,6 +172,9 @@ struct SwapState {
     /// Contexts in which the library keeps one small allocation, so that the driver keeps its block
     /// for small allocations.
     anchored: [AtomicUsize; 16],
+    /// For each device, the number of bytes to a multiple of which the driver pads rows of
+    /// `cuMemAllocPitch`. 0: not known yet.
+    row_alignments: [AtomicUsize; DEVICES],
     /// Contexts that the application has created, without primary contexts.
     contexts: ValueList,
     /// A context for each reference that the application has added to it by `cuCtxAttach`.
@@ -206,6 +209,7 @@ static SWAP: SwapState = SwapState {
     host_pool_prefault: HostPoolPrefault::none(),
     disk: DiskJob::none(),
     anchored: [const { AtomicUsize::new(0) }; 16],
+    row_alignments: [const { AtomicUsize::new(0) }; DEVICES],
     contexts: ValueList::new(),
     attached: ValueList::new(),
     captures: ValueList::new(),
