@@ -7,7 +7,7 @@ mod support;
 
 use affinode_proto::wire::Hazards;
 use affinode_proto::wire::Phase;
-use affinode_proto::wire::message::{Action, Outcome};
+use affinode_proto::wire::message::{Action, CopyOptions, Outcome};
 use support::controller::{BRING_BACK, CHECKPOINT, CLOSE, Controller, LOCK, OFFLOAD};
 use support::{Build, Client};
 
@@ -119,6 +119,33 @@ fn injected_tool_is_known_from_the_start() {
         let mut client = started(&controller, "dlopen", &[(variable, "/none.so")]);
         assert_eq!(client.ask("cuInit"), 0);
         assert_eq!(controller.welcome().page().hazards, Hazards::TOOLS, "{variable}");
+        client.finish();
+    }
+}
+
+/// The library copies no memory of a process with an injected tool, and does not see all of its
+/// contexts. At a copy out, such a process must wait for its GPU work by the driver's lock. Without
+/// the wait, `cuStreamSynchronize` would return at the closed gate while the work runs.
+#[test]
+fn copy_out_waits_for_work_beside_a_tool() {
+    let copy_out = Action::CopyOut { vram_bytes: 0, how: CopyOptions::default() };
+    let tool = ("NVTX_INJECTION64_PATH", "/none.so");
+    // 600: the lock has found running work.
+    let running = [tool, ("STUB_LOCK_FAILS", "600")];
+    for (environment, expected) in [
+        (&running[..], (Outcome::Busy, Phase::Closed, 600)),
+        (&running[..1], (Outcome::Done, Phase::CopiedOut, 0)),
+    ] {
+        let controller = Controller::new();
+        let mut client = started(&controller, "dlopen", environment);
+        assert_eq!(client.ask("cuInit"), 0);
+        let mut agent = controller.welcome();
+        agent.done(&[CLOSE]);
+        assert_eq!(agent.order(copy_out), expected);
+        if expected.1 == Phase::CopiedOut {
+            agent.done(&[Action::Restore]);
+        }
+        agent.done(&[Action::Open]);
         client.finish();
     }
 }

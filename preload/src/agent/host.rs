@@ -90,6 +90,21 @@ pub fn driver_version() -> u32 {
     u32::try_from(version).unwrap_or(0)
 }
 
+/// Whether the process has not called `cuInit` yet, so that it can have no work on a GPU. The driver
+/// cannot lock such a process.
+fn is_uninitialised() -> bool {
+    type CtxGetCurrentFn = unsafe extern "C" fn(*mut usize) -> u32;
+    let mut context = 0;
+    libcuda::function(b"cuCtxGetCurrent").is_some_and(|get| {
+        // SAFETY: the signature of cuCtxGetCurrent, which writes to its argument alone.
+        let code = unsafe {
+            let get: CtxGetCurrentFn = core::mem::transmute(get);
+            get(&raw mut context)
+        };
+        code == result::NOT_INITIALIZED
+    })
+}
+
 /// Whether the driver shows this process exactly one GPU. False before `cuInit`, which determines
 /// what the driver shows.
 pub fn sees_one_gpu() -> bool {
@@ -254,8 +269,14 @@ impl Host for DriverHost {
 
     fn await_work(&mut self, end_us: u64) -> GpuWork {
         if !swap::is_in_use() {
-            // No memory is copied, so running work cannot change memory during a copy.
-            return GpuWork::Done;
+            // The lists of contexts and captures are incomplete, so events cannot show the work.
+            // The wait is needed even though no memory is copied: after it, calls at the gate that
+            // wait for work return SUCCESS.
+            return if is_uninitialised() {
+                GpuWork::Done
+            } else {
+                GpuWork::Unseen { may_end: false }
+            };
         }
         let page = self.page;
         let mut pause_us = 20;

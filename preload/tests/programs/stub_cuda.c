@@ -207,11 +207,15 @@ static CUresult move(int from, int to)
 	return 0;
 }
 
-EXPORT CUresult cuCheckpointProcessLock(int pid, void *args) { return move(0, 1); }
+// STUB_LOCK_FAILS=<code>, STUB_RESTORE_FAILS=<code>: every lock or restore fails with this code.
+static const char *lock_fails, *restore_fails;
+__attribute__((constructor)) static void begin(void)
+{
+	lock_fails = getenv("STUB_LOCK_FAILS");
+	restore_fails = getenv("STUB_RESTORE_FAILS");
+}
+EXPORT CUresult cuCheckpointProcessLock(int pid, void *args) { return lock_fails ? atoi(lock_fails) : move(0, 1); }
 EXPORT CUresult cuCheckpointProcessCheckpoint(int pid, void *args) { return move(1, 2); }
-// STUB_RESTORE_FAILS=<code>: every restore fails with this code.
-static const char *restore_fails;
-__attribute__((constructor)) static void begin(void) { restore_fails = getenv("STUB_RESTORE_FAILS"); }
 EXPORT CUresult cuCheckpointProcessRestore(int pid, void *args)
 {
 	return restore_fails ? atoi(restore_fails) : move(2, 1);
