@@ -28,6 +28,7 @@ mod number {
     pub const FSTAT: usize = 5;
     pub const POLL: usize = 7;
     pub const MMAP: usize = 9;
+    pub const MPROTECT: usize = 10;
     pub const MUNMAP: usize = 11;
     pub const RT_SIGACTION: usize = 13;
     pub const RT_SIGPROCMASK: usize = 14;
@@ -59,6 +60,7 @@ mod number {
     pub const SCHED_GETAFFINITY: usize = 204;
     pub const PRCTL: usize = 157;
     pub const GETTID: usize = 186;
+    pub const MUNLOCK: usize = 150;
     pub const FUTEX: usize = 202;
     pub const GETDENTS64: usize = 217;
     pub const CLOCK_GETTIME: usize = 228;

@@ -565,28 +565,30 @@ impl StagingPool {
         if self.of_host_pool == 1 { 0 } else { KEPT_CHUNKS }
     }
 
-    /// Frees the last chunk that has pages, beyond the first `kept_chunks`. False: there is none.
+    /// Frees the last chunk that has pages, beyond the first `kept_chunks`. False: there is none, or
+    /// the kernel frees none.
     fn shrink(&mut self, kept_chunks: usize) -> bool {
-        let resident = |chunk: &usize| PREFAULT.resident.has(*chunk);
-        let Some(chunk) = (kept_chunks..self.chunks()).rev().find(resident) else {
-            return false;
-        };
-        self.forget(chunk * CHUNK_BYTES, CHUNK_BYTES);
-        self.discard(chunk);
-        true
+        let chunks = (kept_chunks..self.chunks()).rev();
+        let mut resident = chunks.filter(|chunk| PREFAULT.resident.has(*chunk));
+        // A chunk whose pages the kernel does not free is skipped.
+        resident.any(|chunk| {
+            self.forget(chunk * CHUNK_BYTES, CHUNK_BYTES);
+            self.discard(chunk)
+        })
     }
 
-    /// Frees the pages of a chunk that has no content.
-    fn discard(&mut self, chunk: usize) {
+    /// Frees the pages of a chunk that has no content. False: the kernel does not free them.
+    fn discard(&mut self, chunk: usize) -> bool {
         prefault_ahead::is_spoilt();
-        if self.unregister(chunk) {
+        let freed = !self.unregister(chunk) || {
+            let at = self.at(chunk * CHUNK_BYTES).cast();
             // SAFETY: a chunk of the pool, without content.
-            unsafe {
-                let at = self.at(chunk * CHUNK_BYTES).cast();
-                sys::discard(at, chunk_bytes(self.bytes, chunk), self.of_file == 1);
-            }
+            unsafe { sys::discard(at, chunk_bytes(self.bytes, chunk), self.of_file == 1) }
+        };
+        if freed {
+            PREFAULT.resident.set(chunk, false);
         }
-        PREFAULT.resident.set(chunk, false);
+        freed
     }
 }
 

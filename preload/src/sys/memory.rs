@@ -16,20 +16,45 @@ pub unsafe fn wipe_on_fork(start: *const c_void, bytes: usize) -> Result<(), Err
     unsafe { call(number::MADVISE, args) }.map(drop)
 }
 
-/// Maps private memory that does not exist in a forked child.
+/// Maps memory that has no pages until it is used, and that exists neither in a forked child nor in
+/// a core dump. `place` is what `mmap` gets, with its access in place of the protection.
+///
+/// If the process has called `mlockall(MCL_FUTURE)`, the kernel allocates all pages of a new
+/// mapping at once, except where no access is permitted. So access is permitted only when the
+/// mapping is no longer locked.
+///
+/// # Safety
+/// If `place` names an address (`MAP_FIXED`), nothing may refer to what is mapped there. After an
+/// error of a fixed mapping, the state of the range is unknown.
+unsafe fn map_unpopulated(place: [usize; 6]) -> Result<usize, Errno> {
+    const PROT_NONE: usize = 0;
+    const MAP_FIXED: usize = 0x10;
+    const ENOMEM: Errno = Errno(12);
+    let [at, bytes, access, flags, fd, offset] = place;
+    // SAFETY: the caller is responsible for a range that it names.
+    let start = unsafe { call(number::MMAP, [at, bytes, PROT_NONE, flags, fd, offset]) }?;
+    // SAFETY: these calls change no content, and are made for the mapping just made.
+    let permitted = unsafe {
+        // If this fails, the pages are allocated too early, and the memory is nevertheless usable.
+        let _ = call(number::MUNLOCK, [start, bytes, 0, 0, 0, 0]);
+        match is_kept_private(start, bytes) {
+            true => call(number::MPROTECT, [start, bytes, access, 0, 0, 0]),
+            false => Err(ENOMEM),
+        }
+    };
+    if permitted.is_err() && flags & MAP_FIXED == 0 {
+        unmap(start, bytes);
+    }
+    permitted.map(|_| start)
+}
+
+/// Maps private memory that exists neither in a forked child nor in a core dump.
 pub fn map_private(bytes: usize) -> Result<*mut u8, Errno> {
     const PROT_READ_WRITE: usize = 1 | 2;
     const PRIVATE_ANONYMOUS_NORESERVE: usize = 2 | 0x20 | 0x4000;
-    const MADV_DONTFORK: usize = 10;
-    let args = [0, bytes, PROT_READ_WRITE, PRIVATE_ANONYMOUS_NORESERVE, usize::MAX, 0];
-    let at = plain(number::MMAP, args)?;
-    // SAFETY: the call changes nothing in this process, and the range was just mapped.
-    let kept = unsafe { call(number::MADVISE, [at, bytes, MADV_DONTFORK, 0, 0, 0]) };
-    if let Err(error) = kept {
-        unmap(at, bytes);
-        return Err(error);
-    }
-    Ok(at as *mut u8)
+    let place = [0, bytes, PROT_READ_WRITE, PRIVATE_ANONYMOUS_NORESERVE, usize::MAX, 0];
+    // SAFETY: a new mapping at an address that the kernel chooses.
+    unsafe { map_unpopulated(place) }.map(|at| at as *mut u8)
 }
 
 /// Unmaps a part of a range that [`map_private`] mapped.
@@ -50,28 +75,29 @@ pub fn with_scratch<T>(bytes: usize, run: impl FnOnce(*mut u8) -> T) -> Option<T
 }
 
 /// Replaces a part of a range that [`map_private`] mapped by a shared mapping of a part of a file.
-/// Like the old mapping, the new one does not exist in a forked child. Returns false if this fails.
-/// The state of the range is then unknown.
+/// Like the old mapping, the new one exists neither in a forked child nor in a core dump. Returns
+/// false if this fails. The state of the range is then unknown.
 ///
 /// # Safety
 /// Nothing may refer to the part that is replaced.
 pub unsafe fn map_over(start: *mut u8, bytes: usize, fd: i32, offset: usize) -> bool {
     const PROT_READ_WRITE: usize = 1 | 2;
     const MAP_SHARED_FIXED: usize = 1 | 0x10;
-    let at = start as usize;
-    let args = [at, bytes, PROT_READ_WRITE, MAP_SHARED_FIXED, fd as usize, offset];
+    let place = [start as usize, bytes, PROT_READ_WRITE, MAP_SHARED_FIXED, fd as usize, offset];
     // SAFETY: this library has mapped the range, and the caller is responsible for it.
-    let mapped = unsafe { call(number::MMAP, args) };
-    mapped.is_ok() && is_kept_from_children(at, bytes)
+    unsafe { map_unpopulated(place) }.is_ok()
 }
 
-/// Excludes a mapping of this library from forked children (`MADV_DONTFORK`). Returns false if the
-/// kernel refused.
-fn is_kept_from_children(at: usize, bytes: usize) -> bool {
+/// Excludes a mapping of this library from forked children (`MADV_DONTFORK`) and from core dumps
+/// (`MADV_DONTDUMP`). A dump would otherwise contain the content of the process's GPU memory, which
+/// it does not contain without this library. Returns false if the kernel refused.
+fn is_kept_private(at: usize, bytes: usize) -> bool {
     const MADV_DONTFORK: usize = 10;
-    // SAFETY: the call changes no content in this process, and is only made for mappings of this
-    // library.
-    unsafe { call(number::MADVISE, [at, bytes, MADV_DONTFORK, 0, 0, 0]) }.is_ok()
+    [MADV_DONTFORK].into_iter().all(|advice| {
+        // SAFETY: the call changes no content in this process, and is only made for mappings of
+        // this library.
+        unsafe { call(number::MADVISE, [at, bytes, advice, 0, 0, 0]) }.is_ok()
+    })
 }
 
 /// Requests huge pages for a range.
@@ -138,16 +164,24 @@ unsafe fn make_huge(start: *mut u8, bytes: usize) {
     }
 }
 
-/// Frees the physical pages of a range. The range stays mapped and reads as zero.
+/// Frees the physical pages of a range. The range stays mapped and reads as zero. Returns false if
+/// pages of the range may still be allocated.
 ///
 /// # Safety
 /// The content of the range must not be needed any more.
-pub unsafe fn discard(start: *mut u8, bytes: usize, of_file: bool) {
+pub unsafe fn discard(start: *mut u8, bytes: usize, of_file: bool) -> bool {
     const MADV_DONTNEED: usize = 4;
     const MADV_REMOVE: usize = 9;
     let advice = if of_file { MADV_REMOVE } else { MADV_DONTNEED };
     // SAFETY: the caller guarantees that the content is not needed.
-    let _ = unsafe { call(number::MADVISE, [start as usize, bytes, advice, 0, 0, 0]) };
+    let advise = || unsafe { call(number::MADVISE, [start as usize, bytes, advice, 0, 0, 0]) };
+    advise().is_ok() || {
+        // The kernel frees no locked pages. The process may have locked all of its memory
+        // (`mlockall`).
+        // SAFETY: changes no content.
+        let _ = unsafe { call(number::MUNLOCK, [start as usize, bytes, 0, 0, 0, 0]) };
+        advise().is_ok()
+    }
 }
 
 /// Creates a memory file of `bytes` zero bytes that can be sealed.
@@ -175,8 +209,8 @@ pub fn seal_size(fd: i32) -> Result<(), Errno> {
     fcntl(fd, F_ADD_SEALS, SEAL_SHRINK_GROW).map(drop)
 }
 
-/// A memory file whose content can no longer change, mapped for reading. The mapping does not exist
-/// in a forked child.
+/// A memory file whose content can no longer change, mapped for reading. The mapping exists neither
+/// in a forked child nor in a core dump.
 pub struct SealedFile {
     at: usize,
     bytes: usize,
@@ -204,7 +238,7 @@ impl SealedFile {
         }
         let args = [0, bytes, PROT_READ, MAP_SHARED_POPULATE, fd as usize, 0];
         let sealed = SealedFile { at: plain(number::MMAP, args).ok()?, bytes };
-        is_kept_from_children(sealed.at, bytes).then_some(sealed)
+        is_kept_private(sealed.at, bytes).then_some(sealed)
     }
 
     /// Whether the file has the same content as the memory at an address. `stop` is polled. If it
@@ -249,7 +283,7 @@ impl SealedFile {
             // The mapping has left its old address.
             core::mem::forget(self);
             PagePlacement::Taken
-        } else if is_kept_from_children(start as usize, self.bytes) {
+        } else if is_kept_private(start as usize, self.bytes) {
             // This call succeeds only if the whole range is still mapped, and then it changes
             // nothing.
             PagePlacement::AsBefore
@@ -265,18 +299,15 @@ impl Drop for SealedFile {
     }
 }
 
-/// Maps a file that can only be read, at an address that the kernel chooses. The mapping does not
-/// exist in a forked child. The file exists as long as the mapping, even if its descriptor is closed.
+/// Maps a file that can only be read, at an address that the kernel chooses. The mapping exists
+/// neither in a forked child nor in a core dump. The file exists as long as the mapping, even if its
+/// descriptor is closed.
 pub fn map_to_read(fd: i32, bytes: usize) -> Option<usize> {
     const PROT_READ: usize = 1;
     const MAP_SHARED_NORESERVE: usize = 1 | 0x4000;
-    let at =
-        plain(number::MMAP, [0, bytes, PROT_READ, MAP_SHARED_NORESERVE, fd as usize, 0]).ok()?;
-    if !is_kept_from_children(at, bytes) {
-        unmap(at, bytes);
-        return None;
-    }
-    Some(at)
+    let place = [0, bytes, PROT_READ, MAP_SHARED_NORESERVE, fd as usize, 0];
+    // SAFETY: a new mapping at an address that the kernel chooses.
+    unsafe { map_unpopulated(place) }.ok()
 }
 
 /// Reads a part of a file to memory. Returns the number of bytes that were read.
@@ -421,9 +452,71 @@ mod tests {
         }
         assert!(SealedFile::map(fd, BYTES + 4096).is_none(), "the file has fewer bytes");
         unmap(at as usize + BYTES / 2, BYTES / 2);
-        assert!(!is_kept_from_children(at as usize, BYTES), "a part of the range is not mapped");
+        assert!(!is_kept_private(at as usize, BYTES), "a part of the range is not mapped");
         unmap(at as usize, BYTES / 2);
         close(fd);
+    }
+
+    /// Runs `body` in a forked child, which may lock its memory or limit itself. `body` may only make
+    /// system calls. It returns 0 if all is well.
+    fn in_child(body: impl FnOnce() -> i32) {
+        use nix::sys::wait::{WaitStatus, waitpid};
+        use nix::unistd::{ForkResult, fork};
+        // SAFETY: the child only makes system calls, and ends.
+        match unsafe { fork() }.unwrap() {
+            // SAFETY: ends the child at once.
+            ForkResult::Child => unsafe { nix::libc::_exit(body()) },
+            ForkResult::Parent { child } => {
+                assert_eq!(waitpid(child, None), Ok(WaitStatus::Exited(child, 0)));
+            }
+        }
+    }
+
+    /// A program may lock its present and future memory. The staging pool must nevertheless have
+    /// only the pages that it needs, and it must be able to free them.
+    #[test]
+    fn locked_memory_has_no_early_pages() {
+        const BYTES: usize = 4 << 20;
+        const PAGES: usize = BYTES / 4096;
+        /// Number of pages that are allocated.
+        fn pages(at: *mut u8) -> usize {
+            let mut there = [0_u8; PAGES];
+            // SAFETY: the caller has mapped the range.
+            let done = unsafe { nix::libc::mincore(at.cast(), BYTES, there.as_mut_ptr()) };
+            if done == 0 { there.iter().filter(|page| **page & 1 == 1).count() } else { PAGES + 1 }
+        }
+        in_child(|| {
+            // SAFETY: system calls on memory of this child alone, which nothing else uses.
+            unsafe {
+                if nix::libc::mlockall(nix::libc::MCL_FUTURE) != 0 {
+                    return 1;
+                }
+                let (Ok(at), Ok(file)) = (map_private(BYTES), memory_file(c"test", BYTES)) else {
+                    return 2;
+                };
+                if pages(at) != 0 {
+                    return 3;
+                }
+                for of_file in [false, true] {
+                    if of_file && (!map_over(at, BYTES, file, 0) || pages(at) != 0) {
+                        return 4;
+                    }
+                    at.write_volatile(7);
+                    // As `mlockall(MCL_CURRENT)` locks it.
+                    if nix::libc::mlock(at.cast(), 8192) != 0 {
+                        return 5;
+                    }
+                    if !discard(at, BYTES, of_file) || pages(at) != 0 || at.read_volatile() != 0 {
+                        return 6;
+                    }
+                }
+                let read = map_to_read(file, BYTES);
+                if !discard(at, BYTES, true) || read.is_none_or(|at| pages(at as *mut u8) != 0) {
+                    return 7;
+                }
+                0
+            }
+        });
     }
 
     /// A memory file larger than the limit RLIMIT_FSIZE must not be created: the call must return
@@ -431,21 +524,11 @@ mod tests {
     #[test]
     fn memory_file_beyond_limit_is_an_error() {
         use nix::sys::resource::{Resource, setrlimit};
-        use nix::sys::wait::{WaitStatus, waitpid};
-        use nix::unistd::{ForkResult, fork};
-        // SAFETY: the child only makes system calls, and ends.
-        match unsafe { fork() }.unwrap() {
-            ForkResult::Child => {
-                let limited = setrlimit(Resource::RLIMIT_FSIZE, 8192, 8192).is_ok();
-                let made = [8192, 8193].map(|bytes| memory_file(c"test", bytes).is_ok());
-                let code = i32::from(!limited || made != [true, false]);
-                // SAFETY: ends the child at once.
-                unsafe { nix::libc::_exit(code) }
-            }
-            ForkResult::Parent { child } => {
-                assert_eq!(waitpid(child, None), Ok(WaitStatus::Exited(child, 0)));
-            }
-        }
+        in_child(|| {
+            let limited = setrlimit(Resource::RLIMIT_FSIZE, 8192, 8192).is_ok();
+            let made = [8192, 8193].map(|bytes| memory_file(c"test", bytes).is_ok());
+            i32::from(!limited || made != [true, false])
+        });
     }
 
     #[test]
