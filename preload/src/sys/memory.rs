@@ -93,7 +93,8 @@ pub unsafe fn map_over(start: *mut u8, bytes: usize, fd: i32, offset: usize) -> 
 /// it does not contain without this library. Returns false if the kernel refused.
 fn is_kept_private(at: usize, bytes: usize) -> bool {
     const MADV_DONTFORK: usize = 10;
-    [MADV_DONTFORK].into_iter().all(|advice| {
+    const MADV_DONTDUMP: usize = 16;
+    [MADV_DONTFORK, MADV_DONTDUMP].into_iter().all(|advice| {
         // SAFETY: the call changes no content in this process, and is only made for mappings of
         // this library.
         unsafe { call(number::MADVISE, [at, bytes, advice, 0, 0, 0]) }.is_ok()
@@ -517,6 +518,38 @@ mod tests {
                 0
             }
         });
+    }
+
+    /// A core dump must not contain the content of GPU memory, and a forked child must not have it.
+    #[test]
+    fn memory_is_in_no_core_dump() {
+        const BYTES: usize = 1 << 20;
+        let fd = memory_file(c"test", BYTES).unwrap();
+        let flags = |at: usize| {
+            let all = std::fs::read_to_string("/proc/self/smaps").unwrap();
+            // The kernel may have joined the mapping with another one.
+            let is_head = |line: &&str| {
+                let range = line.split_once(' ').and_then(|(range, _)| range.split_once('-'));
+                let [from, to] = range
+                    .map(|(from, to)| [from, to].map(|text| usize::from_str_radix(text, 16)))
+                    .unwrap_or([Ok(0), Ok(0)]);
+                matches!((from, to), (Ok(from), Ok(to)) if (from..to).contains(&at))
+            };
+            let mut lines = all.lines().skip_while(|line| !is_head(line));
+            lines.find(|line| line.starts_with("VmFlags:")).unwrap().to_owned()
+        };
+        let has = |at: usize, flag: &str| flags(at).split(' ').any(|word| word == flag);
+        let at = map_private(BYTES).unwrap();
+        let read = map_to_read(fd, BYTES).unwrap();
+        for start in [at as usize, read] {
+            assert!(has(start, "dd") && has(start, "dc"), "{}", flags(start));
+        }
+        // SAFETY: just mapped, and nothing refers to it.
+        assert!(unsafe { map_over(at, BYTES, fd, 0) });
+        assert!(has(at as usize, "dd") && has(at as usize, "dc"), "{}", flags(at as usize));
+        unmap(at as usize, BYTES);
+        unmap(read, BYTES);
+        close(fd);
     }
 
     /// A memory file larger than the limit RLIMIT_FSIZE must not be created: the call must return
