@@ -223,10 +223,11 @@ pub unsafe extern "C" fn enter(frame: &mut HookFrame) -> ThunkAction {
             }
             // Answer only calls that are not nested, because the outer call of a nested call may
             // still need the driver. Answer only after the driver's lock, because before it work
-            // may still run.
+            // may still run. An event of another process may wait for that process's work.
             Some(slot)
                 if !nested
                     && page.is_finished()
+                    && !may_concern_others(entry)
                     && exit::is_running(core::ptr::from_ref(frame) as usize)
                     && exit::is_answered(entry, real, &frame.arguments) =>
             {

@@ -5,7 +5,8 @@
 
 mod support;
 
-use support::controller::{BRING_BACK, Connection, Controller, OFFLOAD};
+use affinode_proto::wire::message::Action;
+use support::controller::{BRING_BACK, CLOSE, Connection, Controller, LOCK, OFFLOAD};
 use support::{Build, Client};
 
 const BUILDS: [Build; 2] = [Build::Glibc, Build::Musl];
@@ -71,6 +72,33 @@ fn other_calls_at_exit_come_home_and_catch_up() {
             agent.start(BRING_BACK[2]);
             assert_eq!(ending.join().unwrap(), answers, "{build:?}: {handler}");
         }
+    }
+}
+
+/// An exit handler waits for an event. If the process shares events, another process may have
+/// recorded it, and that process's work may still run. Only the driver can wait for it.
+#[test]
+fn shared_event_at_exit_comes_home() {
+    for (share, answers) in [("cuStreamQuery", [0, 2]), ("cuIpcOpenEventHandle", [0, 3])] {
+        let controller = Controller::new();
+        let path = controller.path();
+        let mut client = Client::start(Build::Glibc, "dlopen", &[("AFFINODE_SOCKET", &path)]);
+        assert_eq!(client.ask("cuInit"), 0);
+        assert_eq!(client.ask("at exit cuEventSynchronize count"), 0);
+        let mut agent = controller.welcome();
+        assert_eq!(client.ask(share), 0);
+        // The agent refuses a checkpoint of a process that shares events.
+        agent.done(&[CLOSE, LOCK]);
+        let ending = std::thread::spawn(|| client.last_answers());
+        let is_shared = share == "cuIpcOpenEventHandle";
+        if is_shared {
+            assert_eq!(agent.wake().1, 1);
+            agent.done(&[Action::Unlock]);
+            // The process may end before it reports this order.
+            agent.start(Action::Open);
+        }
+        assert_eq!(ending.join().unwrap(), answers, "{share}");
+        assert!(is_shared || agent.wakes_until_end() == 0, "{share}");
     }
 }
 

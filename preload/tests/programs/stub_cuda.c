@@ -109,6 +109,7 @@ EXPORT CUresult cuStreamSynchronize(void *stream) { return touch(); }
 EXPORT CUresult cuStreamSynchronize_ptsz(void *stream) { return touch(); }
 EXPORT CUresult cuStreamQuery(void *stream) { return touch(); }
 EXPORT CUresult cuEventQuery(void *event) { return touch(); }
+EXPORT CUresult cuEventSynchronize(void *event) { return touch(); }
 EXPORT CUresult cuIpcGetEventHandle(void *handle, void *event) { return touch(); }
 EXPORT CUresult cuIpcOpenEventHandle(void **event, long handle) { return touch(); }
 EXPORT CUresult cuMemAlloc_v2(uint64_t *at, size_t bytes)
