@@ -128,6 +128,11 @@ fn forget(pool: &mut StagingPool, context: usize, before: u64) {
     local_memory::context_ends(context);
     pool.context_ends(context);
     stream_pools::context_ends(context, before);
+    forget_anchor(context);
+}
+
+/// Records that the library keeps no small allocation in this context.
+fn forget_anchor(context: usize) {
     let order = Ordering::Relaxed;
     for place in &SWAP.anchored {
         let _ = place.compare_exchange(context, 0, order, order);
@@ -164,13 +169,47 @@ pub(super) unsafe extern "C" fn ctx_attach(context: *mut usize, flags: u32) -> u
 /// Wrapper of `cuCtxDetach`, which releases a reference to a context. A context has one reference
 /// from its creation, and one from each `cuCtxAttach`. It ends with the last reference.
 pub(super) unsafe extern "C" fn ctx_detach(context: usize) -> u32 {
-    let has_ended = || {
-        // If a reference was not recorded, the context may still exist, and its memory must stay.
-        !SWAP.attached.remove(context)
-            && SWAP.attached.is_complete()
-            && !primary_contexts().any(|primary| primary == context)
-    };
+    let is_primary = || primary_contexts().any(|primary| primary == context);
+    let is_last = || !SWAP.attached.has(context) && !is_primary();
+    if !SWAP.attached.is_complete() && with_pool(|_| is_last()) {
+        return detach_unsure(context);
+    }
+    let has_ended =
+        || !SWAP.attached.remove(context) && SWAP.attached.is_complete() && !is_primary();
     ends(|| Some(context), || call!(ctx_detach(context)), has_ended)
+}
+
+/// Releases a reference to a context of which a reference may be unrecorded, so that it is unknown
+/// whether the context ends. If it exists afterwards, its memory must stay. If not, the library must
+/// not make it current again. So the library from now on neither frees its memory nor uses it.
+fn detach_unsure(context: usize) -> u32 {
+    let mut before = 0;
+    let code = with_pool(|pool| {
+        loader_lock::wait_for_load();
+        SWAP.unused_lock.hold(|| {
+            before = tables(AllocationTables::now);
+            // These steps use the context, so they come before the end that it may have.
+            stream_pools::abandon(context);
+            pool.abandon_context(context);
+            pending_work::abandon_context(context);
+            local_memory::context_ends(context);
+            forget_anchor(context);
+            call!(ctx_detach(context))
+        })
+    });
+    if code != result::SUCCESS {
+        return code;
+    }
+    let of_it = |piece: &AllocationPiece| piece.context == context && piece.since < before;
+    blocks(|blocks| blocks.context_ends(context, before));
+    while let Some(bytes) = locked(|table| outlives(table, |one| of_it(&one.piece))) {
+        count(-(bytes as i64));
+    }
+    tables(|tables| {
+        let opened = tables.opened.iter_mut().map(|opened| &mut opened.allocation.piece);
+        opened.filter(|piece| of_it(piece)).for_each(|piece| piece.context = 0);
+    });
+    code
 }
 
 /// Wrapper of `cuGreenCtxDestroy`. Before the green context ends, the function waits for the work

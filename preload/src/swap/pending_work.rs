@@ -91,6 +91,11 @@ impl ValueList {
         value != 0 && self.slots.iter().any(free)
     }
 
+    /// Whether the list contains the value.
+    pub(super) fn has(&self, value: usize) -> bool {
+        self.values().any(|known| known == value)
+    }
+
     fn values(&self) -> impl Iterator<Item = usize> {
         self.slots.iter().map(|slot| slot.load(Ordering::Acquire)).filter(|value| *value != 0)
     }
@@ -151,6 +156,13 @@ pub(super) fn note_unseen(number: u32) {
 pub(super) fn context_ends(context: usize) {
     SWAP.contexts.remove(context);
     while SWAP.attached.remove(context) {}
+}
+
+/// Removes a context from the list of contexts, although it may still exist. From then on [`wait`]
+/// returns `Unseen`.
+pub(super) fn abandon_context(context: usize) {
+    SWAP.contexts.missed.fetch_add(1, Ordering::AcqRel);
+    SWAP.contexts.remove(context);
 }
 
 /// Events that were recorded for contexts, each with its context.

@@ -387,10 +387,14 @@ impl StagingPool {
         self.registered.set(chunk, code == result::SUCCESS);
     }
 
-    /// Unregisters a chunk. False: the driver has refused, and the chunk is still registered.
+    /// Unregisters a chunk. False: the driver has refused, or the chunk's context was abandoned. The
+    /// chunk may then still be registered.
     fn unregister(&mut self, chunk: usize) -> bool {
         if !self.registered.has(chunk) {
             return true;
+        }
+        if self.context == 0 {
+            return false;
         }
         let at = self.at(chunk * CHUNK_BYTES);
         let code = in_context(self.context, || call!(host_unregister(at)));
@@ -411,6 +415,15 @@ impl StagingPool {
         if self.context == context {
             self.context = 0;
             self.registered.clear();
+        }
+    }
+
+    /// Makes sure that a context is not used again, although it may still exist. If chunks are
+    /// registered in it, they may stay registered, so the pool's addresses are not used again.
+    pub fn abandon_context(&mut self, context: usize) {
+        if self.context == context {
+            self.context = 0;
+            self.taint();
         }
     }
 

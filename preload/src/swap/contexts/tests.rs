@@ -3,12 +3,14 @@ use super::super::fake_driver::{self, CONTEXT};
 use super::super::pending_work::tests::{OTHER, Process};
 use super::super::pending_work::{GpuWork, wait};
 use super::super::prefault::tests::{forget_all, options};
-use super::super::{copy_out, hook};
+use super::super::{copy_in, copy_out, hook};
 use super::*;
 use crate::hook_table::HookEntry;
 use crate::oom_wait;
 
 const BYTES: usize = 4 << 20;
+/// A context that is created later.
+const LATER: usize = 0x99;
 
 /// Test process with a second context, which is current and contains swappable memory. Its memory
 /// is freed after the test.
@@ -95,17 +97,37 @@ fn destroyed_context_leaves_no_reference() {
     assert_eq!((world.swappable(), SWAP.attached.remove(OTHER)), (vec![], false));
 }
 
-/// If the library did not see a `cuCtxAttach`, a context may still exist after `cuCtxDetach`. Its
-/// memory must then stay.
+/// If the library did not see a `cuCtxAttach`, a context may still exist after `cuCtxDetach`, or
+/// not. Its memory must stay, and the library must not use the context again.
 #[test]
 fn unseen_attach_keeps_memory_at_detach() {
-    let world = World::new();
-    SWAP.in_use.store(0, Ordering::Release);
-    let (number, _) = hook::find(b"cuCtxAttach").unwrap();
-    super::super::stand_in(number, 0x4000_0000);
-    SWAP.in_use.store(1, Ordering::Release);
-    detach(OTHER);
-    assert_eq!(world.swappable(), [OTHER]);
+    for is_alive in [true, false] {
+        let world = World::new();
+        // Now chunks of the staging pool are registered in the context.
+        world.offload();
+        assert_eq!(copy_in(None), Ok(()));
+        SWAP.in_use.store(0, Ordering::Release);
+        let (number, _) = hook::find(b"cuCtxAttach").unwrap();
+        super::super::stand_in(number, 0x4000_0000);
+        SWAP.in_use.store(1, Ordering::Release);
+        let mut attached = 0;
+        if is_alive {
+            assert_eq!(call!(ctx_attach(&raw mut attached, 0)), result::SUCCESS);
+        }
+        let held = world.process.fake.held();
+        detach(OTHER);
+        assert_eq!(world.swappable(), [0], "the piece stays on the device");
+        assert_eq!(world.process.fake.held(), held, "nothing is freed");
+        assert_eq!(wait(|| true), GpuWork::Unseen { may_end: false });
+        world.process.fake.create_context(LATER);
+        let mut address = 0;
+        // SAFETY: the address is that of a local variable.
+        assert_eq!(unsafe { mem_alloc(&raw mut address, BYTES) }, result::SUCCESS);
+        let used = world.process.fake.pushed().len();
+        assert_eq!(copy_out(options(false, false), None), Ok(()));
+        assert_eq!(copy_in(None), Ok(()));
+        assert!(!world.process.fake.pushed()[used..].contains(&OTHER));
+    }
 }
 
 /// The arguments of a call are those of the function that the hook calls, although the hook may have

@@ -361,6 +361,11 @@ impl PoolCache {
         self.take_out(|one| one.ended && one.piece.context == context && one.since < before)
     }
 
+    /// Removes and returns the oldest piece whose memory or mark belongs to a context.
+    pub fn take_in(&mut self, context: usize) -> Option<FreePiece> {
+        self.take_out(|one| one.piece.context == context || one.mark.is_in(context))
+    }
+
     /// Whether any unused piece was imported, for example from a copier.
     pub fn holds_imported(&mut self) -> bool {
         self.unused.iter().any(|one| one.piece.imported)

@@ -222,15 +222,7 @@ pub fn end_marks(context: usize) {
             forget(mark);
             tables(|tables| tables.cache.has_ended(since));
         }
-        let of_allocation = || {
-            tables(|tables| {
-                let mut marks = tables.allocations.iter_mut().map(|one| &mut one.mark);
-                marks.find(|mark| mark.is_in(context)).map(core::mem::take)
-            })
-        };
-        while let Some(mark) = of_allocation() {
-            forget(mark);
-        }
+        forget_marks_of_allocations(context);
     });
 }
 
@@ -246,5 +238,33 @@ pub fn context_ends(context: usize, before: u64) {
     });
     while let Some(one) = tables(|tables| tables.cache.take_of_context(context, before)) {
         give_back(&one);
+    }
+}
+
+/// Removes all unused pieces and marks of a context that may be about to end. Frees a piece only if
+/// its work has ended. The memory of the others stays allocated, because the context may continue
+/// and use it. The caller must hold `unused_lock`.
+pub fn abandon(context: usize) {
+    relaxed(|| {
+        look();
+        while let Some(one) = tables(|tables| tables.cache.take_in(context)) {
+            if one.ended {
+                give_back(&one);
+            }
+        }
+        forget_marks_of_allocations(context);
+    });
+}
+
+/// Destroys the events that allocations have in a context. The caller must hold `unused_lock`.
+fn forget_marks_of_allocations(context: usize) {
+    let next = || {
+        tables(|tables| {
+            let mut marks = tables.allocations.iter_mut().map(|one| &mut one.mark);
+            marks.find(|mark| mark.is_in(context)).map(core::mem::take)
+        })
+    };
+    while let Some(mark) = next() {
+        forget(mark);
     }
 }

@@ -38,8 +38,8 @@ use affinode_cuda_sys::{MemAllocationProp, pool_attribute, result};
 
 pub use self::cache::{CompletionMark, PoolCache};
 use self::cache::{FreePiece, NO_STREAM, PieceRequest};
+pub use self::completion::{abandon, clear, context_ends, end_marks, make_room, settle};
 use self::completion::{attribute, forget, give_back_after, mark, relaxed, unsettle};
-pub use self::completion::{clear, context_ends, end_marks, make_room, settle};
 use self::registry::with_swappable;
 pub use self::registry::{
     pool_create, pool_destroy, pool_get_attribute, pool_set_access, pool_set_attribute,
