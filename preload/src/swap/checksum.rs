@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! restored ──the digests of the copy-out?──> intact
-//!   │ no: those pieces are copied again from the pool
+//!   │ no: those slots are copied again from the pool
 //!   └──> again? ──yes──> intact
 //!         │ no
 //!         └──> damaged: every call returns an error from then on
@@ -17,6 +17,7 @@
 
 use core::sync::atomic::Ordering;
 
+use affinode_cuda_sys::result;
 use affinode_proto::wire::Hazards;
 
 use super::allocations::{AllocationPiece, MemoryPlace};
@@ -36,12 +37,17 @@ pub(super) fn set(on: bool) {
 /// Verifies the restored content if the controller has ordered the check. If content differs, adds
 /// the hazard `DAMAGED_MEMORY` to the process's counters.
 pub(super) fn look() {
-    if SWAP.checks.load(Ordering::Relaxed) == 1
-        && !is_intact()
+    if is_damaged()
         && let Some(page) = process::page()
     {
         page.add_hazards(Hazards::DAMAGED_MEMORY);
     }
+}
+
+/// Whether the controller has ordered the check, and content differs also after it was copied once
+/// more.
+pub(super) fn is_damaged() -> bool {
+    SWAP.checks.load(Ordering::Relaxed) == 1 && !is_intact()
 }
 
 /// Compares the restored content with the digests of the copy out, and copies differing content
@@ -50,6 +56,8 @@ pub(super) fn look() {
 fn is_intact() -> bool {
     with_pool(|pool| match compare(pool) {
         ChecksumResult::Same | ChecksumResult::Unknown => true,
+        // A copier may be writing to the pool.
+        ChecksumResult::Other(_) if pool.is_tainted() => false,
         ChecksumResult::Other(slots) => {
             copy_again(pool, slots.all());
             // If the second comparison is impossible, the result of the first comparison applies:
@@ -96,17 +104,30 @@ fn is_other(known: Digest, found: Digest) -> bool {
     are_known && known != found && !(is_zero(known) && is_zero(found))
 }
 
-/// Copies the pieces with differing content again from the staging pool. Errors are ignored,
-/// because the next comparison detects them.
+/// Copies the slots with differing content again from the staging pool, and no other slots. Slots
+/// whose content is on disk stay as they are, because the pool has no content for them. Errors are
+/// ignored, because the next comparison detects them.
 fn copy_again(pool: &mut StagingPool, wrong: &[Digest]) {
-    let is_wrong = |piece: &AllocationPiece| {
+    let mut copies = CopyStreams::new();
+    each(has_returned, |_, piece| {
         let first = piece.offset as usize / SLOT_BYTES;
         let slots = wrong.get(first..first + piece.bytes as usize / SLOT_BYTES);
-        has_returned(piece) && slots.into_iter().flatten().any(|slot| *slot != Digest::UNKNOWN)
-    };
-    let mut copies = CopyStreams::new();
-    each(is_wrong, |_, piece| fill_from_host(pool, &mut copies, piece));
+        let of_piece = slots.into_iter().flatten().zip((0..).step_by(SLOT_BYTES));
+        of_piece.filter(|(slot, _)| **slot != Digest::UNKNOWN).fold(
+            result::SUCCESS,
+            |code, (_, at)| match code {
+                result::SUCCESS => fill_from_host(pool, &mut copies, &slot_at(piece, at)),
+                code => code,
+            },
+        )
+    });
     let _ = copies.finish();
+}
+
+/// The part of a piece that is one slot, `at` bytes after the piece's start.
+fn slot_at(piece: &AllocationPiece, at: u64) -> AllocationPiece {
+    let (address, offset) = (piece.address + at, piece.offset + at);
+    AllocationPiece { address, offset, bytes: SLOT_BYTES as u64, ..*piece }
 }
 
 #[cfg(test)]

@@ -34,6 +34,16 @@ pub fn copy_in(awaits_vram_until_us: Option<u64>) -> Result<(), u32> {
     if !is_copied_out() {
         return Ok(());
     }
+    copy_in_unverified(awaits_vram_until_us)?;
+    // Compare only after all content is copied in, because the device computes the digests.
+    checksum::look();
+    // Until now the lists must show which content is not in the pool.
+    with_pool(disk::finish);
+    Ok(())
+}
+
+/// Copies all copied-out content back, and does not verify it.
+pub(super) fn copy_in_unverified(awaits_vram_until_us: Option<u64>) -> Result<(), u32> {
     relax_captures();
     // A chunk that is being stored is still in memory.
     disk::cancel();
@@ -44,10 +54,7 @@ pub fn copy_in(awaits_vram_until_us: Option<u64>) -> Result<(), u32> {
         // The next attempt may be much later. Until then nothing may stay on the device.
         with_pool(|_| local_memory::release());
     }
-    copied?;
-    // Compare only after all content is copied in, because the device computes the digests.
-    checksum::look();
-    Ok(())
+    copied
 }
 
 fn copy_in_content(wait: &VramWait) -> Result<(), u32> {
@@ -88,9 +95,6 @@ fn copy_to_device(wait: &VramWait) -> Result<(), u32> {
             },
         );
         update_counters();
-        if copied.is_ok() {
-            disk::finish(pool);
-        }
         copied
     })
 }

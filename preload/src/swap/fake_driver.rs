@@ -116,6 +116,9 @@ struct Device {
     contexts_of_streams: BTreeMap<usize, usize>,
     /// Stack limits of contexts, in bytes. A context that is not in the map has [`STACK_LIMIT`].
     limits: BTreeMap<usize, usize>,
+    /// Number of slots that are still to be copied to the device before one of them gets wrong
+    /// content.
+    spoils: Option<usize>,
     /// Number of event queries that will still report running work. Each such query reduces the
     /// number by one.
     runs: usize,
@@ -162,6 +165,11 @@ impl Fake {
     /// Makes this many queries of an event return that the work is running.
     pub fn run_for(&self, queries: usize) {
         device(|device| device.runs = queries);
+    }
+
+    /// Makes a copy to the device write wrong content once: to a slot, after this number of slots.
+    pub fn spoil_slot(&self, after: usize) {
+        device(|device| device.spoils = Some(after));
     }
 
     /// Runs a function once, at the next query of an event.
@@ -558,7 +566,9 @@ functions! {
         for (n, slot) in device.slots(to, bytes)?.into_iter().enumerate() {
             // SAFETY: the code under test passes memory of this many slots.
             let content = unsafe { from.wrapping_byte_add(n * SLOT_BYTES as usize).cast::<u64>().read() };
-            device.contents.insert(slot, content);
+            let is_wrong = device.spoils == Some(0);
+            device.spoils = device.spoils.and_then(|after| after.checked_sub(1));
+            device.contents.insert(slot, if is_wrong { FRESH } else { content });
         }
         Some(())
     };

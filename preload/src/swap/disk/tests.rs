@@ -18,11 +18,11 @@ use nix::sys::socket::{
 use super::super::allocations::{Allocation, AllocationPiece};
 use super::super::backing::{back, property_on};
 use super::super::copy::{DISK_UNREADABLE, copy_out, is_copied_out};
-use super::super::copy_in::copy_in;
+use super::super::copy_in::{copy_in, copy_in_unverified};
 use super::super::digest::SLOT_BYTES;
 use super::super::fake_driver::{CONTEXT, DEVICE, Fake};
 use super::super::prefault::tests::{SHARED, forget_all};
-use super::super::{addresses, locked, tables, with_pool};
+use super::super::{addresses, checksum, locked, tables, with_pool};
 use super::*;
 
 /// Sizes of allocations in slots of 2 MiB. They cross the borders of pieces on disk.
@@ -408,6 +408,29 @@ fn second_storing_waits_for_replies_to_the_first() {
     world.until(|| SWAP.disk.state.load(Ordering::Acquire) == IDLE);
     assert_eq!((world.stored(), world.memory_bytes()), (1, 0));
     assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
+}
+
+/// An allocation is partly on disk. A copy to the device went wrong, so the checksum repairs it. The
+/// repair must not copy from the pool's pages of the part on disk: they are free and read as zero.
+#[test]
+fn checksum_repairs_beside_content_on_disk() {
+    let world = World::of(&[70], Mood::Full(9));
+    let how = CopyOptions { host_pool: true, check: true, ..CopyOptions::default() };
+    assert_eq!(copy_out(how, None), Ok(()));
+    world.store();
+    assert_eq!((has(0), has(1)), (false, true));
+    world.fake.spoil_slot(5);
+    assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
+    assert!(!is_used());
+    // Content on disk is verified too. It is not repaired, and the process counts as damaged.
+    world.script().mood = Mood::Good;
+    assert_eq!(copy_out(how, None), Ok(()));
+    world.store();
+    assert_eq!(world.stored(), world.chunks);
+    world.fake.spoil_slot(5);
+    assert_eq!(copy_in_unverified(None), Ok(()));
+    assert!(checksum::is_damaged() && !world.is_resident());
+    checksum::set(false);
 }
 
 /// Pages behind the content, from an earlier and larger copy, are freed by the copy out and not stored.
