@@ -46,8 +46,9 @@ const HAS_FILE: u32 = 1;
 /// open another file with the same number.
 const BROKEN: u32 = 2;
 
-/// Number of requests to store a piece that have no reply yet on the present connection. While there
-/// are any, the host pool may still read from the memory file.
+/// Number of requests for the disk (to open the file, or to store a piece) that have no reply yet on
+/// the present connection. While there are any, the host pool may still read from the memory file,
+/// and a reply may belong to a storing that was cancelled.
 static UNANSWERED: AtomicU32 = AtomicU32::new(0);
 
 /// Stores a new connection to the host pool, and ends the earlier one. A staging pool that maps the
@@ -142,26 +143,36 @@ pub fn close_disk() {
 
 /// Sends a request on the present connection. False: there is none.
 pub fn ask(request: &ToHostPool) -> bool {
+    let has_reply = matches!(request, ToHostPool::OpenDisk | ToHostPool::Store { .. });
+    // Count the request before another thread can receive its reply.
+    if has_reply {
+        UNANSWERED.fetch_add(1, Ordering::AcqRel);
+    }
     let socket = fds::HOST_POOL.get().filter(|_| has_file());
     let sent = socket.is_some_and(|socket| sys::send(socket, &request.encode(), None).is_ok());
-    if sent && matches!(request, ToHostPool::Store { .. }) {
-        UNANSWERED.fetch_add(1, Ordering::AcqRel);
+    if has_reply && !sent {
+        count_reply();
     }
     sent
 }
 
-/// Whether all requests to store a piece have a reply.
+/// Whether all requests for the disk have a reply.
 pub fn has_all_replies() -> bool {
     UNANSWERED.load(Ordering::Acquire) == 0
 }
 
-/// Counts a reply to a request to store a piece.
-fn count_reply(message: FromHostPool) -> FromHostPool {
-    if matches!(message, FromHostPool::Stored { .. }) {
-        let less = |count: u32| count.checked_sub(1);
-        let _ = UNANSWERED.fetch_update(Ordering::AcqRel, Ordering::Acquire, less);
+fn count_reply() {
+    let less = |count: u32| count.checked_sub(1);
+    let _ = UNANSWERED.fetch_update(Ordering::AcqRel, Ordering::Acquire, less);
+}
+
+/// Decodes a message, and counts it if it is the reply to a request for the disk.
+fn decode(frame: &[u8; FRAME_BYTES]) -> Option<FromHostPool> {
+    let message = FromHostPool::decode(frame).ok()?;
+    if matches!(message, FromHostPool::DiskFile { .. } | FromHostPool::Stored { .. }) {
+        count_reply();
     }
-    message
+    Some(message)
 }
 
 /// Receives a message that has arrived, and its descriptor if it has one. `Ok(None)`: none has
@@ -173,10 +184,7 @@ pub fn receive() -> Result<Option<(FromHostPool, Option<Descriptor>)>, ()> {
     let socket = fds::HOST_POOL.get().filter(|_| has_file()).ok_or(())?;
     let mut frame = [0; FRAME_BYTES];
     match sys::receive(socket, &mut frame) {
-        Ok((FRAME_BYTES, file)) => {
-            let message = FromHostPool::decode(&frame).map(count_reply);
-            message.map(|message| Some((message, file))).map_err(|_| ())
-        }
+        Ok((FRAME_BYTES, file)) => decode(&frame).map(|message| Some((message, file))).ok_or(()),
         Err(sys::EAGAIN | sys::EINTR) => Ok(None),
         _ => Err(()),
     }
@@ -228,12 +236,12 @@ fn reply(socket: i32) -> Option<(usize, bool)> {
         }
         let mut frame = [0; FRAME_BYTES];
         match sys::receive(socket, &mut frame) {
-            Ok((FRAME_BYTES, _)) => match FromHostPool::decode(&frame).map(count_reply) {
-                Ok(FromHostPool::Populated { offset, done }) => {
+            Ok((FRAME_BYTES, _)) => match decode(&frame) {
+                Some(FromHostPool::Populated { offset, done }) => {
                     return Some((usize::try_from(offset).ok()? / CHUNK_BYTES, done));
                 }
                 // Late replies to a storing that a restore has cancelled.
-                Ok(FromHostPool::Stored { .. } | FromHostPool::DiskFile { .. }) => {}
+                Some(FromHostPool::Stored { .. } | FromHostPool::DiskFile { .. }) => {}
                 _ => return None,
             },
             // Another thread has received the reply that had arrived.

@@ -39,6 +39,8 @@ enum Mood {
     Lies,
     /// It replies to no further request to store.
     Silent,
+    /// It replies late to the request for the disk file.
+    SlowDisk,
     /// It has no room on the disk after this number of pieces.
     Full(usize),
     /// It has no disk.
@@ -51,7 +53,7 @@ struct Script {
     mood: Mood,
     asked: usize,
     closed: usize,
-    /// Replies that [`Mood::Silent`] has kept back.
+    /// Replies that [`Mood::Silent`] or [`Mood::SlowDisk`] has kept back.
     late: Vec<[u8; FRAME_BYTES]>,
     disk: Option<File>,
 }
@@ -230,7 +232,11 @@ fn answer(socket: &OwnedFd, memory: &File, shared: &Shared, request: ToHostPool)
             script.disk = done.then(|| tempfile::tempfile_in("/var/tmp").unwrap());
             let path = script.disk.as_ref().map(|f| format!("/proc/self/fd/{}", f.as_raw_fd()));
             let readable = path.map(|path| File::open(path).unwrap());
-            reply(socket, FromHostPool::DiskFile { done }, readable.as_ref());
+            let message = FromHostPool::DiskFile { done };
+            match script.mood {
+                Mood::SlowDisk => script.late.push(message.encode()),
+                _ => reply(socket, message, readable.as_ref()),
+            }
         }
         ToHostPool::Store { offset, bytes, key } => {
             let mut piece = vec![0; bytes as usize];
@@ -406,6 +412,25 @@ fn second_storing_waits_for_replies_to_the_first() {
         send(world.socket.as_raw_fd(), &late, MsgFlags::MSG_NOSIGNAL).unwrap();
     }
     world.until(|| SWAP.disk.state.load(Ordering::Acquire) == IDLE);
+    assert_eq!((world.stored(), world.memory_bytes()), (1, 0));
+    assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
+}
+
+/// A storing is cancelled before the host pool has sent the disk file. The next storing must not
+/// take the late reply for its own.
+#[test]
+fn late_disk_file_does_not_fail_the_next_storing() {
+    let world = World::new(Mood::SlowDisk);
+    world.offload();
+    begin();
+    world.until(|| !world.script().late.is_empty());
+    cancel();
+    world.until(|| SWAP.disk.state.load(Ordering::Acquire) == IDLE);
+    world.script().mood = Mood::Good;
+    for late in std::mem::take(&mut world.script().late) {
+        send(world.socket.as_raw_fd(), &late, MsgFlags::MSG_NOSIGNAL).unwrap();
+    }
+    world.store();
     assert_eq!((world.stored(), world.memory_bytes()), (1, 0));
     assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
 }
