@@ -88,6 +88,7 @@ pub const SIGURG: u64 = 23;
 /// `O_CLOEXEC`, the flag of `open`.
 const CLOEXEC: usize = 0x8_0000;
 
+const ENOENT: Errno = Errno(2);
 pub const ESRCH: Errno = Errno(3);
 pub const EINTR: Errno = Errno(4);
 pub const EAGAIN: Errno = Errno(11);
@@ -523,13 +524,16 @@ impl Drop for FolderLock {
     }
 }
 
-/// Locks a folder. Returns `None` if another process has locked it.
+/// Locks a folder. Returns `None` if another process has locked it, or if this process cannot open
+/// it, for example because it has no free descriptor. Other processes may then have the lock.
 pub fn lock_folder(path: &CStr) -> Option<FolderLock> {
     const O_DIRECTORY_CLOEXEC: usize = 0o200_000 | CLOEXEC;
     const LOCK_EXCLUSIVE_NONBLOCK: usize = 2 | 4;
     let args = [path.as_ptr() as usize, O_DIRECTORY_CLOEXEC, 0, 0, 0, 0];
-    let Ok(fd) = plain(number::OPEN, args) else {
-        return Some(FolderLock::Missing);
+    let fd = match plain(number::OPEN, args) {
+        Ok(fd) => fd,
+        Err(ENOENT) => return Some(FolderLock::Missing),
+        Err(_) => return None,
     };
     let lock = FolderLock::Held(fd as i32);
     plain(number::FLOCK, [fd, LOCK_EXCLUSIVE_NONBLOCK, 0, 0, 0, 0]).ok().map(|_| lock)
@@ -548,5 +552,21 @@ mod tests {
         while thread_lives(tid) {
             std::thread::yield_now();
         }
+    }
+    /// Only a folder that does not exist can be locked by no process.
+    #[test]
+    fn folder_that_cannot_be_opened_is_not_locked() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| {
+            let path = folder.path().join(name).into_os_string().into_encoded_bytes();
+            std::ffi::CString::new(path).unwrap()
+        };
+        std::os::unix::fs::symlink("loop", folder.path().join("loop")).unwrap();
+        assert!(lock_folder(&path("loop")).is_none());
+        assert!(matches!(lock_folder(&path("missing")), Some(FolderLock::Missing)));
+        let held = lock_folder(&path("")).unwrap();
+        assert!(matches!(held, FolderLock::Held(_)) && lock_folder(&path("")).is_none());
+        drop(held);
+        assert!(lock_folder(&path("")).is_some());
     }
 }
