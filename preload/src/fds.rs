@@ -37,6 +37,8 @@ impl TrackedFd {
 /// Newest socket to the controller. In a forked child, it is the parent's socket until the child
 /// creates its own.
 pub static SOCKET: InheritedFd = InheritedFd::none();
+/// Socket for the next connection to the controller, while there is none.
+pub static SPARE: InheritedFd = InheritedFd::none();
 /// File of the counters that this process shares with the controller. In a forked child, it is the
 /// parent's file until the child creates its own.
 pub static PAGE: InheritedFd = InheritedFd::none();
@@ -102,7 +104,7 @@ impl InheritedFd {
 /// parent's connection would stay open after the parent's end, and the controller would not notice
 /// the end.
 pub fn close_inherited() {
-    [&SOCKET, &PAGE, &COPIER, &POOL, &HOST_POOL, &HOST_POOL_FILE, &DISK, &SHARING]
+    [&SOCKET, &SPARE, &PAGE, &COPIER, &POOL, &HOST_POOL, &HOST_POOL_FILE, &DISK, &SHARING]
         .into_iter()
         .for_each(InheritedFd::close);
 }

@@ -386,25 +386,25 @@ pub fn identity(fd: i32) -> Option<Identity> {
     plain(number::FSTAT, args).ok().map(|_| Identity { device: stat[0], inode: stat[1] })
 }
 
-/// Creates a Unix stream socket that is connected to `path`. The socket never blocks. The kernel
-/// sends `signal` to thread `tid` when data can be read.
-pub fn connect(path: &[u8], tid: u32, signal: u64) -> Result<i32, Errno> {
-    const AF_UNIX: u16 = 1;
+/// Creates a Unix stream socket that never blocks.
+pub fn stream_socket() -> Result<i32, Errno> {
+    const AF_UNIX: usize = 1;
     const STREAM_NONBLOCK_CLOEXEC: usize = 1 | 0x800 | 0x8_0000;
+    let args = [AF_UNIX, STREAM_NONBLOCK_CLOEXEC, 0, 0, 0, 0];
+    plain(number::SOCKET, args).map(|fd| lift(fd as i32))
+}
+
+/// Connects a socket to `path`. If this fails, it can be tried again with the same socket.
+pub fn connect(fd: i32, path: &[u8]) -> Result<(), Errno> {
+    const AF_UNIX: u16 = 1;
     let mut address = [0_u8; 110];
     address[..2].copy_from_slice(&AF_UNIX.to_ne_bytes());
     let Some(room) = address.get_mut(2..2 + path.len()).filter(|r| r.len() < 108) else {
         return Err(Errno(36));
     };
     room.copy_from_slice(path);
-    let args = [usize::from(AF_UNIX), STREAM_NONBLOCK_CLOEXEC, 0, 0, 0, 0];
-    let fd = lift(plain(number::SOCKET, args)? as i32);
     let args = [fd as usize, address.as_ptr() as usize, address.len(), 0, 0, 0];
-    if let Err(error) = plain(number::CONNECT, args).and_then(|_| notify(fd, tid, signal)) {
-        close(fd);
-        return Err(error);
-    }
-    Ok(fd)
+    plain(number::CONNECT, args).map(drop)
 }
 
 /// Requests that the kernel sends `signal` to thread `tid` whenever `fd` becomes readable or its

@@ -202,6 +202,23 @@ fn a_program_that_closes_all_descriptors_runs_on() {
     assert_eq!(client.ask("cuMemAlloc"), 0);
 }
 
+/// A server that uses all of its descriptors, and takes each one that becomes free, is offloaded when
+/// the controller is replaced. The new controller must be able to restore it.
+#[test]
+fn connection_returns_without_free_descriptors() {
+    let controller = Controller::new();
+    let mut client = registered(&controller);
+    let mut agent = controller.welcome();
+    agent.done(&OFFLOAD);
+    client.ask("fillfds");
+    drop(agent);
+    let mut agent = controller.welcome();
+    client.send("cuCtxSynchronize");
+    agent.wake();
+    agent.done(&BRING_BACK);
+    assert_eq!(client.answer(), 0);
+}
+
 #[test]
 fn signal_ends_process_waiting_at_the_gate() {
     let controller = Controller::new();

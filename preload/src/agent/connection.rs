@@ -61,6 +61,10 @@ pub struct ControllerConnection {
     tid: u32,
     page_file: TrackedFd,
     socket: Option<TrackedFd>,
+    /// A socket for the next connection, which keeps its descriptor while there is no connection. A
+    /// program at its limit of descriptors would otherwise take it, and no connection would be
+    /// possible.
+    spare: Option<TrackedFd>,
     welcomed: bool,
     /// A time in microseconds. While connected, it is the time by which the Welcome must arrive.
     /// Otherwise it is the time of the next attempt to connect.
@@ -70,6 +74,14 @@ pub struct ControllerConnection {
     received: usize,
     /// Descriptor that arrived with the frame that is being received.
     descriptor: Option<sys::Descriptor>,
+}
+
+/// Creates a socket that is not connected yet.
+fn new_socket() -> Option<TrackedFd> {
+    let fd = sys::stream_socket().ok()?;
+    let socket = TrackedFd::note(fd)?;
+    fds::SPARE.set(socket);
+    Some(socket)
 }
 
 /// Result of an attempt to receive a message from the controller.
@@ -94,6 +106,7 @@ impl ControllerConnection {
             tid,
             page_file,
             socket: None,
+            spare: None,
             welcomed: false,
             due_us: 0,
             backoff_ms: FIRST_BACKOFF_MS,
@@ -141,16 +154,22 @@ impl ControllerConnection {
         let Some(path) = self.path.get(..self.path_bytes) else {
             return false;
         };
-        let Ok(fd) = sys::connect(path, self.tid, sys::SIGURG) else {
+        let spare = self.spare.filter(|spare| spare.get().is_some());
+        self.spare = spare.or_else(new_socket);
+        let Some((socket, fd)) = self.spare.and_then(|spare| Some((spare, spare.get()?))) else {
             return false;
         };
-        let Some(socket) = TrackedFd::note(fd) else {
+        if sys::connect(fd, path).is_err() {
             return false;
-        };
+        }
+        self.spare = None;
         self.socket = Some(socket);
         fds::SOCKET.set(socket);
         (self.received, self.descriptor) = (0, None);
         self.due_us = now_us + WELCOME_WITHIN_US;
+        if sys::notify(fd, self.tid, sys::SIGURG).is_err() {
+            return false;
+        }
         let Some(page_fd) = self.page_file.get() else {
             return false;
         };
@@ -163,6 +182,8 @@ impl ControllerConnection {
         if let Some(socket) = self.socket.take() {
             socket.close();
         }
+        // At once, before the program takes the descriptor.
+        self.spare = self.spare.or_else(new_socket);
         self.welcomed = false;
         self.due_us = now_us + self.backoff_ms * 1_000;
         self.backoff_ms = (2 * self.backoff_ms).min(MAX_BACKOFF_MS);

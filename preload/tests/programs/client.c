@@ -28,6 +28,7 @@
 //   same <f>             whether two look-ups give the same address
 //   unload               closes libcuda, answers whether it is still loaded
 //   closefds             closes all descriptors from 3 on
+//   fillfds              opens descriptors up to the limit, and again whenever one becomes free
 //   environ              makes the list of the environment unreadable, as a list that was freed may be
 //   wait                 answers as waitpid for any child does, errors negative
 //   count                answers how many calls the driver has seen
@@ -35,6 +36,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
 #include <setjmp.h>
@@ -46,6 +48,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #ifdef __GLIBC__ // the kernel's headers are not at hand for musl
@@ -234,6 +237,15 @@ static void deny(unsigned number, int command, int kills)
 #endif
 }
 
+static void *fill(void *unused)
+{
+	for (;;) {
+		usleep(20000);
+		open("/dev/null", O_RDONLY);
+	}
+	return unused;
+}
+
 int main(int argc, char **argv)
 {
 	static char line[128], name[64];
@@ -329,6 +341,13 @@ int main(int argc, char **argv)
 		} else if (!strncmp(line, "closefds", 8)) {
 			for (int fd = 3; fd < 4096; fd++)
 				close(fd);
+		} else if (!strncmp(line, "fillfds", 7)) {
+			pthread_t filler;
+			struct rlimit limit = {1024, 1024};
+			setrlimit(RLIMIT_NOFILE, &limit);
+			pthread_create(&filler, NULL, fill, NULL);
+			while (open("/dev/null", O_RDONLY) >= 0)
+				;
 		} else if (!strncmp(line, "environ", 7)) {
 			environ = mmap(NULL, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 		} else if (!strncmp(line, "wait", 4)) {
