@@ -244,6 +244,8 @@ impl HostRegion {
         if unsafe { pages(self.at(self.registered), bytes)? } != PageState::All {
             return Err(RegionError::Missing);
         }
+        // If the container frees pages after this check, the driver allocates them again, charged to
+        // the copier. That cannot be seen afterwards: the file has as many pages as before.
         // SAFETY: the range is mapped until the drop, which unregisters it first.
         unsafe { self.cuda.register(self.at(self.registered), bytes)? };
         self.registered += bytes;
