@@ -419,7 +419,7 @@ fn second_storing_waits_for_replies_to_the_first() {
 /// A storing is cancelled before the host pool has sent the disk file. The next storing must not
 /// take the late reply for its own.
 #[test]
-fn late_disk_file_does_not_fail_the_next_storing() {
+fn late_disk_file_fails_no_later_storing() {
     let world = World::new(Mood::SlowDisk);
     world.offload();
     begin();
