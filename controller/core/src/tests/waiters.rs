@@ -102,7 +102,7 @@ fn margin_counts_for_a_hopeless_waiter() {
 /// The victim of the first waiter has left, and no sample of the GPU shows it yet. The first waiter
 /// keeps its place before a smaller one, whether the victim was offloaded or has ended.
 #[test]
-fn first_waiter_keeps_its_place_when_vram_is_freed() {
+fn first_waiter_keeps_its_place_at_a_release() {
     for ends in [false, true] {
         let mut world = World::new(9);
         let [first, second] = [(0, 700), (3, 500)].map(|(n, bytes)| {
