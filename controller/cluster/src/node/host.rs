@@ -18,6 +18,8 @@ use tokio::process::Command;
 const DROP_IN: &str = "conf.d/50-cluster.toml";
 /// Word by which `affinode status` says that a file has not changed since its installation.
 const IN_PLACE: &str = "in-place";
+/// Beginning of the step in which an installation restarts the unit that runs containerd.
+const RESTART: &str = "systemctl restart ";
 /// Time limit for a run of the program `affinode`. The limit is long, because an installation waits
 /// for containerd for up to a minute.
 const TIME: Duration = Duration::from_secs(180);
@@ -132,6 +134,8 @@ struct HostStatus {
     handler: Option<HandlerStatus>,
     files: Vec<FileStatus>,
     #[serde(default)]
+    running_shims: usize,
+    #[serde(default)]
     unit: Option<UnitStatus>,
 }
 
@@ -203,6 +207,15 @@ impl HostPaths {
             true if unit_lost && self.keeps_controller() => HandlerState::Outdated,
             _ => handler,
         })
+    }
+
+    /// Returns the number of pods of the runtime on the node, as running shims. Without an
+    /// installation it is 0.
+    ///
+    /// # Errors
+    /// [`HostError`]: the command failed.
+    pub async fn running_shims(&self) -> Result<usize, HostError> {
+        Ok(self.installed().await?.map_or(0, |status| status.running_shims))
     }
 
     /// Returns the status of the installation. `None`: nothing is installed.
@@ -346,6 +359,14 @@ impl HostPaths {
     }
 }
 
+/// Returns whether an installation with these steps may restart the kubelet: whether it restarts a
+/// systemd unit other than one of containerd alone. The units of k3s, RKE2 and k0s run both.
+#[must_use]
+pub fn may_restart_kubelet(steps: &[String]) -> bool {
+    let units = steps.iter().filter_map(|step| step.strip_prefix(RESTART));
+    units.into_iter().any(|unit| !unit.contains("containerd"))
+}
+
 /// Returns a command that runs the program `affinode`, which is in the same folder as this program.
 fn affinode() -> Result<Command, HostError> {
     let own = std::env::current_exe().map_err(HostError::Run)?;
@@ -373,4 +394,22 @@ pub(super) fn succeeded(output: Output) -> Result<Vec<u8>, HostError> {
 
 pub(super) fn parse<T: DeserializeOwned>(verb: &'static str, text: &[u8]) -> Result<T, HostError> {
     serde_json::from_slice(text).map_err(|source| HostError::Answer { verb, source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_with_a_kubelet_are_recognized() {
+        let restarts = |step: &str| may_restart_kubelet(&["write a file".into(), step.into()]);
+        for unit in ["k3s", "k3s-agent", "rke2-server", "k0sworker", "k0scontroller", "own-unit"] {
+            assert!(restarts(&format!("systemctl restart {unit}")), "{unit}");
+        }
+        for unit in ["containerd", "snap.microk8s.daemon-containerd"] {
+            assert!(!restarts(&format!("systemctl restart {unit}")), "{unit}");
+        }
+        assert!(!restarts("restart containerd by hand: it loads its configuration at its start"));
+        assert!(!may_restart_kubelet(&[]));
+    }
 }

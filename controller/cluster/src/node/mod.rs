@@ -12,7 +12,8 @@
 //! ```
 //!
 //! The label is set last and removed first, so that no pod is scheduled to a node while the node is
-//! changed. If the agent ends, the node keeps its label, because containerd still serves the
+//! changed. The label stays if the installation restarts the kubelet while pods of the runtime run,
+//! because the kubelet would end pods without it. If the agent ends, the node keeps its label, because containerd still serves the
 //! runtime. The same applies if an installation fails while containerd serves an earlier
 //! installation.
 
@@ -199,6 +200,7 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
         shown,
         may_offer: true,
         checked: false,
+        label_kept: false,
         said: None,
         bad_config: None,
     };
@@ -234,6 +236,9 @@ struct NodeAgent<'a> {
     may_offer: bool,
     /// Whether the installed files are known to be the files of this image.
     checked: bool,
+    /// Whether the node keeps its label although an installation failed, because pods of the
+    /// runtime run and the installation restarts the kubelet.
+    label_kept: bool,
     said: Option<String>,
     /// Reason why the cluster's configuration is not in use. `None`: it is in use.
     bad_config: Option<String>,
@@ -335,15 +340,15 @@ impl NodeAgent<'_> {
                 self.say(node, &state).await?;
                 Ok(LEAVE_ALONE)
             }
-            Err(NodeTrouble::NoSlot) => {
+            Err(NodeTrouble::NoSlot { serves }) => {
                 self.metrics.now(InstallState::Waiting);
-                self.serve(false, labelled).await?;
+                self.serve(serves, labelled).await?;
                 let most = self.options.rollout_leases.len();
                 self.say(
                     node,
                     &format!(
-                        "waits for its turn: node.rollout.maxConcurrent limits first \
-                         installations to {most} at a time"
+                        "waits for its turn: node.rollout.maxConcurrent limits installations to \
+                         {most} at a time"
                     ),
                 )
                 .await?;
@@ -397,8 +402,9 @@ impl NodeAgent<'_> {
         };
         self.metrics.serves(serves);
         self.offer(serves);
-        // The installation may have removed the label.
-        self.node_labels.serve(serves).await?;
+        // The installation may have removed the label. If it restarted the kubelet, the kubelet may
+        // still be starting, and would end running pods without the label.
+        self.node_labels.serve(serves || self.label_kept).await?;
         Ok(serves)
     }
 
@@ -412,14 +418,13 @@ impl NodeAgent<'_> {
             self.checked = false;
         }
         if !self.checked {
-            if !places.plan().await?.is_empty() {
-                if handler == HandlerState::Missing && !self.slots.take().await? {
-                    return Err(NodeTrouble::NoSlot);
+            let plan = places.plan().await?;
+            if !plan.is_empty() {
+                let limited = matches!(handler, HandlerState::Missing | HandlerState::Outdated);
+                if limited && !self.slots.take().await? {
+                    return Err(NodeTrouble::NoSlot { serves: handler.serves() });
                 }
-                // The label is removed first, so that no pod is scheduled to the node during the
-                // installation.
-                self.serve(false, *labelled).await?;
-                *labelled = false;
+                self.label_for(&plan, labelled).await?;
                 for step in places.install().await? {
                     tracing::info!("{step}");
                 }
@@ -436,6 +441,24 @@ impl NodeAgent<'_> {
                 Err(HostError::Refused(why).into())
             }
         }
+    }
+
+    /// Sets or removes the label for the time of an installation with the steps `plan`. Without the
+    /// label, no pod is scheduled to the node during the installation. But a kubelet that starts
+    /// admits its pods again, and ends those whose node selector the node's labels do not match.
+    /// So if the installation restarts the kubelet and pods of the runtime run, the node has the
+    /// label. A pod that comes meanwhile waits until containerd serves the runtime.
+    async fn label_for(&mut self, plan: &[String], labelled: &mut bool) -> Result<(), NodeTrouble> {
+        let restarts = host::may_restart_kubelet(plan);
+        let places = &self.options.places;
+        self.label_kept = restarts && (*labelled || places.running_shims().await? > 0);
+        if !self.label_kept {
+            self.serve(false, *labelled).await?;
+        } else if !*labelled {
+            self.node_labels.serve(true).await?;
+        }
+        *labelled = self.label_kept;
+        Ok(())
     }
 
     /// Writes the cluster's configuration to the node and makes the controller use it. If the
@@ -601,7 +624,10 @@ enum NodeTrouble {
     Host(HostError),
     Cluster(kube::Error),
     /// The node must wait, because the maximum number of nodes is being installed at this time.
-    NoSlot,
+    NoSlot {
+        /// Whether containerd serves an earlier form of the handler meanwhile.
+        serves: bool,
+    },
 }
 
 /// Returns whether an operator left the GPUs of the node to another program.

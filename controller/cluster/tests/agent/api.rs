@@ -32,6 +32,8 @@ pub struct ApiServer {
 #[derive(Default)]
 struct Objects {
     by_path: BTreeMap<String, Value>,
+    /// All labels that the node has had, oldest first.
+    labels: Vec<Value>,
     created: Vec<Value>,
     version: u64,
     watchers: Vec<TcpStream>,
@@ -99,6 +101,11 @@ impl ApiServer {
 
     pub fn label(&self, name: &str) -> Value {
         self.get(NODE)["metadata"]["labels"][name].clone()
+    }
+
+    /// Returns whether the node has been without a label at any time.
+    pub fn lacked(&self, name: &str) -> bool {
+        self.lock().labels.iter().any(|labels| labels[name].is_null())
     }
 
     pub fn annotation(&self, name: &str) -> String {
@@ -268,6 +275,7 @@ impl Objects {
         self.version += 1;
         object["metadata"]["resourceVersion"] = self.version.to_string().into();
         if path == NODE {
+            self.labels.push(object["metadata"]["labels"].clone());
             object["kind"] = "PartialObjectMetadata".into();
             object["apiVersion"] = "meta.k8s.io/v1".into();
             let event = format!("{}\n", json!({ "type": "MODIFIED", "object": object }));

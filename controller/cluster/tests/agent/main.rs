@@ -34,10 +34,13 @@ const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/system/leases/slot"
 /// true:
 ///
 /// - `served`: containerd serves the runtime.
+/// - `outdated`, `missing`: the installed handler is outdated or missing.
 /// - `lost`: the unit is missing.
 /// - `due`: an installation has steps to run.
 /// - `broken`: an installation fails.
 /// - `unreadable`: the record of the installation cannot be read.
+/// - `unit`: the unit that runs containerd. An installation restarts it.
+/// - `shims`: the number of running pods of the runtime.
 /// - `gpus`: the driver is loaded. The file contains its GPUs.
 const AFFINODE: &str = r#"#!/bin/sh
 cd "$(dirname "$0")/../node" || exit 9
@@ -46,11 +49,16 @@ case "$*" in
   status*) if [ -e lost ]; then unit=missing; else unit=running; fi
            if [ -e unreadable ]; then echo "no valid record" >&2; exit 1; fi
            if [ ! -e served ]; then echo null; exit 1; fi
-           echo '{"handler":{"state":"served"},"files":[],"unit":{"state":"'$unit'"}}' ;;
+           if [ -e outdated ]; then state=outdated; else state=served; fi
+           if [ -e missing ]; then state=missing; fi
+           shims=$(cat shims 2>/dev/null || echo 0)
+           echo '{"handler":{"state":"'$state'"},"files":[],"running_shims":'$shims',"unit":{"state":"'$unit'"}}' ;;
   "policy validate"*) if grep -q wrong "$3"; then echo "policy.mode: wrong" >&2; exit 1; fi ;;
-  install*--dry-run*) if [ -e due ] || [ ! -e served ]; then echo '["a step"]'; else echo '[]'; fi ;;
+  install*--dry-run*) if [ -e unit ]; then step="systemctl restart $(cat unit)"; else step="a step"; fi
+                      if [ -e due ] || [ -e missing ] || [ -e outdated ] || [ ! -e served ]
+                      then echo '["'$step'"]'; else echo '[]'; fi ;;
   install*) if [ -e broken ]; then echo "no space left" >&2; exit 1; fi
-            rm -f due lost; touch served; echo '["a step"]' ;;
+            rm -f due lost missing outdated; touch served; echo '["a step"]' ;;
   gpus*) if [ -e gpus ]; then cat gpus; else echo "NVML cannot be used" >&2; exit 1; fi ;;
   uninstall*) rm -f served ;;
 esac
@@ -230,16 +238,66 @@ fn a_failed_installation_has_no_label() {
     assert!(agent.api.label(RUNTIME).is_null());
 }
 
+/// k3s and others run the kubelet in the unit that an installation restarts. A starting kubelet ends
+/// pods whose node selector names a label that the node lacks. So the node must have the label
+/// during the restart if such pods run, also after a failed installation.
+#[test]
+fn label_stays_while_the_kubelet_restarts() {
+    let on = json!({ RUNTIME: "true" });
+    // (label at first, state of the handler, running pods, unit, whether the label is ever off)
+    let cases = [
+        (&on, "outdated", "0", "k3s", false),
+        (&on, "missing", "1", "rke2-agent", false),
+        (&on, "outdated", "1", "containerd", true),
+        (&json!({}), "missing", "1", "k0sworker", true),
+    ];
+    for (labels, state, shims, unit, lacks) in cases {
+        let prepare = |folder: &Path| {
+            fs::write(folder.join("node/unit"), unit).unwrap();
+            fs::write(folder.join("node/shims"), shims).unwrap();
+        };
+        let api = ApiServer::start(labels.clone());
+        let agent = Agent::with(api, &["served", state], &[], prepare);
+        agent.until_state("the installation", |state| state == "served");
+        assert_eq!(agent.api.lacked(RUNTIME), lacks, "{unit}: {}", agent.calls());
+        assert_eq!(agent.api.label(RUNTIME), "true");
+    }
+    let prepare = |folder: &Path| {
+        fs::write(folder.join("node/unit"), "k3s").unwrap();
+        fs::write(folder.join("node/shims"), "2").unwrap();
+    };
+    let files = ["served", "missing", "broken"];
+    // An earlier attempt has removed the label.
+    let agent = Agent::with(ApiServer::start(json!({})), &files, &[], prepare);
+    agent.until_state("the failure", |state| state.starts_with("not installed"));
+    assert_eq!(agent.api.label(RUNTIME), "true", "the kubelet may still be starting");
+}
+
+fn lease(holder: Value) -> Value {
+    json!({
+        "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+        "metadata": { "name": "slot", "namespace": "system" },
+        "spec": { "holderIdentity": holder, "renewTime": "2999-01-01T00:00:00.000000Z" },
+    })
+}
+
+/// The original of the handler can change on all nodes at once. The nodes must then not restart
+/// containerd all at once.
+#[test]
+fn an_outdated_node_waits_for_a_slot() {
+    let api = ApiServer::start(json!({ RUNTIME: "true" }));
+    api.put(LEASE, lease("another".into()));
+    let agent = Agent::with(api, &["served", "outdated"], &["--rollout-lease=slot"], |_| {});
+    agent.until_state("the wait", |state| state.starts_with("waits"));
+    assert!(agent.has("outdated"), "{}", agent.calls());
+    assert!(!agent.api.lacked(RUNTIME), "containerd still serves the earlier handler");
+    agent.api.put(LEASE, lease(Value::Null));
+    agent.api.until("the installation", |_| !agent.has("outdated"));
+}
+
 #[test]
 fn a_node_without_a_slot_is_not_touched() {
     let api = ApiServer::start(json!({}));
-    let lease = |holder: Value| {
-        json!({
-            "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
-            "metadata": { "name": "slot", "namespace": "system" },
-            "spec": { "holderIdentity": holder, "renewTime": "2999-01-01T00:00:00.000000Z" },
-        })
-    };
     api.put(LEASE, lease("another".into()));
     let agent = Agent::with(api, &[], &["--rollout-lease=slot"], |_| {});
     agent.until_state("the wait", |state| state.starts_with("waits"));
