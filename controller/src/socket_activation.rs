@@ -42,6 +42,11 @@ pub fn tell_ready(status: &str) {
     tell(&[NotifyState::Ready, NotifyState::Status(status)]);
 }
 
+/// Shows a status text in systemd, if it supervises this process.
+pub fn tell_status(status: &str) {
+    tell(&[NotifyState::Status(status)]);
+}
+
 /// Listening sockets below a run directory. systemd stores copies of them for the next controller.
 #[derive(Debug)]
 pub struct ActivationSockets {

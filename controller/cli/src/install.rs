@@ -300,7 +300,10 @@ pub fn status(out: &mut dyn Write, asked: StatusArgs) -> Result<(), CliError> {
     }
     match status {
         Some(InstallStatus { in_place: true, .. }) => Ok(()),
-        Some(_) => Err(CliError::NotDone("the installation is incomplete or was changed".into())),
+        Some(_) => Err(CliError::NotDone(
+            "the installation is incomplete or was changed, or its controller does not start"
+                .into(),
+        )),
         None => {
             let folder = options.state_dir.display();
             Err(CliError::NotDone(format!("nothing is installed: no record in {folder}")))
@@ -405,6 +408,10 @@ fn unit_state(state: UnitState) -> &'static str {
         }
         UnitState::Stopped => {
             "stopped, so shims start the controller: run systemctl start affinode-controller"
+        }
+        UnitState::Failing => {
+            "no controller runs, because it fails at each start: see journalctl --unit \
+             affinode-controller"
         }
         UnitState::Changed => {
             "changed since the installation: affinode install and uninstall leave the file as it is"

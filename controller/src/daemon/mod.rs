@@ -44,6 +44,7 @@ use std::{
     os::unix::fs::{OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
     process::ExitCode,
+    time::Duration,
 };
 
 use affinode_proto::{installation::InstallationPaths, paths};
@@ -55,6 +56,10 @@ use crate::{
 
 /// Exit status of the controller if its configuration is invalid: `EX_USAGE` of `sysexits.h`.
 const EXIT_CONFIG: u8 = 64;
+
+/// Time after which a controller that systemd supervises ends if it could not start. systemd starts
+/// it again after `RestartSec=`, which is short, because it also applies after a crash.
+const FAILED_START_PAUSE: Duration = Duration::from_secs(5);
 
 /// Reason why the controller did not start.
 #[derive(Debug, thiserror::Error)]
@@ -104,7 +109,12 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
         Err(error) => {
             // If the configuration is invalid, no logger is installed yet.
             let _ = tracing_subscriber::fmt().with_writer(io::stderr).with_ansi(false).try_init();
-            tracing::error!("{}", error_chain::chain(&error));
+            let why = error_chain::chain(&error);
+            tracing::error!("{why}");
+            if socket_activation::supervised() {
+                socket_activation::tell_status(&format!("cannot start: {why}"));
+                std::thread::sleep(FAILED_START_PAUSE);
+            }
             ExitCode::from(if matches!(error, DaemonError::Config(_)) { EXIT_CONFIG } else { 1 })
         }
     }

@@ -105,7 +105,7 @@ pub enum HostError {
 }
 
 /// State of the runtime handler in containerd.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HandlerState {
     /// containerd serves the handler, and all files are unchanged since the installation.
@@ -117,6 +117,7 @@ pub enum HandlerState {
     /// The handler is installed, but containerd has not been restarted since then.
     RestartNeeded,
     /// Any other state. The handler must be installed.
+    #[default]
     #[serde(other)]
     Missing,
 }
@@ -127,6 +128,17 @@ impl HandlerState {
     pub fn serves(self) -> bool {
         matches!(self, Self::Served | Self::Outdated | Self::RestartDue)
     }
+}
+
+/// State of the installation on a node. The default is the state without an installation.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HostState {
+    /// State of the runtime handler.
+    pub handler: HandlerState,
+    /// Number of pods of the runtime, as running shims.
+    pub running_shims: usize,
+    /// Whether the systemd unit's controller fails at each start.
+    pub controller_fails: bool,
 }
 
 #[derive(Deserialize)]
@@ -152,6 +164,8 @@ enum UnitState {
     Missing,
     /// The unit is installed but was not started.
     Incomplete,
+    /// The controller fails at each start.
+    Failing,
     /// Any other state. The agent then leaves the unit as it is, because an operator may stop or
     /// disable it.
     #[serde(other)]
@@ -197,25 +211,28 @@ impl HostPaths {
     /// # Errors
     /// [`HostError`]: the command failed.
     pub async fn status(&self) -> Result<HandlerState, HostError> {
-        let Some(status) = self.installed().await? else { return Ok(HandlerState::Missing) };
-        let handler = status.handler.map_or(HandlerState::Missing, |handler| handler.state);
-        let served = handler.serves();
-        let in_place = status.files.iter().all(|file| file.state == IN_PLACE);
-        let unit_lost = status.unit.is_some_and(|unit| unit.state != UnitState::Kept);
-        Ok(match served {
-            true if !in_place => HandlerState::Missing,
-            true if unit_lost && self.keeps_controller() => HandlerState::Outdated,
-            _ => handler,
-        })
+        Ok(self.state().await?.handler)
     }
 
-    /// Returns the number of pods of the runtime on the node, as running shims. Without an
-    /// installation it is 0.
+    /// Returns the state of the installation.
     ///
     /// # Errors
     /// [`HostError`]: the command failed.
-    pub async fn running_shims(&self) -> Result<usize, HostError> {
-        Ok(self.installed().await?.map_or(0, |status| status.running_shims))
+    pub async fn state(&self) -> Result<HostState, HostError> {
+        let Some(status) = self.installed().await? else { return Ok(HostState::default()) };
+        let running_shims = status.running_shims;
+        let unit = status.unit.as_ref().map(|unit| unit.state);
+        let handler = status.handler.map_or(HandlerState::Missing, |handler| handler.state);
+        let served = handler.serves();
+        let in_place = status.files.iter().all(|file| file.state == IN_PLACE);
+        let unit_lost = matches!(unit, Some(UnitState::Missing | UnitState::Incomplete));
+        let handler = match served {
+            true if !in_place => HandlerState::Missing,
+            true if unit_lost && self.keeps_controller() => HandlerState::Outdated,
+            _ => handler,
+        };
+        let controller_fails = unit == Some(UnitState::Failing);
+        Ok(HostState { handler, running_shims, controller_fails })
     }
 
     /// Returns the status of the installation. `None`: nothing is installed.

@@ -201,6 +201,7 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
         may_offer: true,
         checked: false,
         label_kept: false,
+        controller_fails: false,
         said: None,
         bad_config: None,
     };
@@ -239,6 +240,8 @@ struct NodeAgent<'a> {
     /// Whether the node keeps its label although an installation failed, because pods of the
     /// runtime run and the installation restarts the kubelet.
     label_kept: bool,
+    /// Whether the controller of the node fails at each start.
+    controller_fails: bool,
     said: Option<String>,
     /// Reason why the cluster's configuration is not in use. `None`: it is in use.
     bad_config: Option<String>,
@@ -366,6 +369,10 @@ impl NodeAgent<'_> {
         if let Some(why) = &self.bad_config {
             state += &format!(", but the cluster's configuration is not in use: {why}");
         }
+        if self.controller_fails {
+            state += ", but no controller runs, because it fails at each start: see journalctl --unit \
+                      affinode-controller on the node";
+        }
         if let Some(why) = self.dra.as_ref().and_then(DraControl::problem) {
             state += &format!(", without the DRA driver: {why}");
         }
@@ -413,7 +420,9 @@ impl NodeAgent<'_> {
     async fn tend(&mut self, labelled: &mut bool) -> Result<bool, NodeTrouble> {
         self.configure().await;
         let places = &self.options.places;
-        let mut handler = places.status().await?;
+        let host = places.state().await?;
+        let mut handler = host.handler;
+        self.controller_fails = host.controller_fails;
         if matches!(handler, HandlerState::Missing | HandlerState::Outdated) {
             self.checked = false;
         }
@@ -424,7 +433,7 @@ impl NodeAgent<'_> {
                 if limited && !self.slots.take().await? {
                     return Err(NodeTrouble::NoSlot { serves: handler.serves() });
                 }
-                self.label_for(&plan, labelled).await?;
+                self.label_for(&plan, host.running_shims, labelled).await?;
                 for step in places.install().await? {
                     tracing::info!("{step}");
                 }
@@ -448,10 +457,13 @@ impl NodeAgent<'_> {
     /// admits its pods again, and ends those whose node selector the node's labels do not match.
     /// So if the installation restarts the kubelet and pods of the runtime run, the node has the
     /// label. A pod that comes meanwhile waits until containerd serves the runtime.
-    async fn label_for(&mut self, plan: &[String], labelled: &mut bool) -> Result<(), NodeTrouble> {
-        let restarts = host::may_restart_kubelet(plan);
-        let places = &self.options.places;
-        self.label_kept = restarts && (*labelled || places.running_shims().await? > 0);
+    async fn label_for(
+        &mut self,
+        plan: &[String],
+        running_shims: usize,
+        labelled: &mut bool,
+    ) -> kube::Result<()> {
+        self.label_kept = host::may_restart_kubelet(plan) && (*labelled || running_shims > 0);
         if !self.label_kept {
             self.serve(false, *labelled).await?;
         } else if !*labelled {

@@ -36,6 +36,7 @@ const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/system/leases/slot"
 /// - `served`: containerd serves the runtime.
 /// - `outdated`, `missing`: the installed handler is outdated or missing.
 /// - `lost`: the unit is missing.
+/// - `failing`: the controller of the unit fails at each start.
 /// - `due`: an installation has steps to run.
 /// - `broken`: an installation fails.
 /// - `unreadable`: the record of the installation cannot be read.
@@ -47,6 +48,7 @@ cd "$(dirname "$0")/../node" || exit 9
 echo "$@" >> calls
 case "$*" in
   status*) if [ -e lost ]; then unit=missing; else unit=running; fi
+           if [ -e failing ]; then unit=failing; fi
            if [ -e unreadable ]; then echo "no valid record" >&2; exit 1; fi
            if [ ! -e served ]; then echo null; exit 1; fi
            if [ -e outdated ]; then state=outdated; else state=served; fi
@@ -344,6 +346,14 @@ fn a_lost_unit_is_installed_again() {
     // A change of the node object makes the agent check the node at once.
     agent.api.patch(NODE, &json!({ "metadata": { "annotations": { "affinode.io/retire": "x" } } }));
     agent.api.until("the unit", |_| !agent.has("due"));
+}
+
+#[test]
+fn a_controller_that_does_not_start_is_shown() {
+    let agent = Agent::start(json!({ RUNTIME: "true" }), &["served", "failing"], &[]);
+    agent.until_state("the failure", |state| state.contains("no controller runs"));
+    assert_eq!(agent.api.label(RUNTIME), "true", "containerd still serves the runtime");
+    assert!(agent.calls().lines().all(|call| !call.starts_with("install") || call.contains("dry")));
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::{
     time::Duration,
 };
 
+use affinode_controller::config::Config;
 use affinode_proto::{installation::PathsFile, paths};
 
 use super::{FileError, InstallError, InstallOptions, containerd};
@@ -51,6 +52,16 @@ pub fn may_change(options: &InstallOptions, wanted: &PathsFile) -> Result<(), In
         0 => Ok(()),
         count => Err(InstallError::RunDirInUse { from, to, count }),
     }
+}
+
+/// Checks that the controller of this release starts with the configuration of the node. An unknown
+/// key, for example after a downgrade, would otherwise leave the node without a controller.
+///
+/// # Errors
+/// [`InstallError::Config`]: a key or a value of the configuration is not accepted.
+pub fn accepts_config(folders: &PathsFile) -> Result<(), InstallError> {
+    let file = folders.config.clone().unwrap_or_else(|| paths::CONFIG_FILE.into());
+    Config::load(&file).map(drop).map_err(InstallError::Config)
 }
 
 /// Returns the text of `paths.conf`. `None`: no file is needed, because all folders are the

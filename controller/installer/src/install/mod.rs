@@ -49,7 +49,10 @@ pub use record::RecordError;
 pub use status::{FileState, HandlerState, InstallStatus, status};
 pub use unit::{FOLDER as UNIT_FOLDER, UnitError, UnitRequest, UnitState};
 
-use affinode_controller::{config::Config, host_pool};
+use affinode_controller::{
+    config::{Config, ConfigError},
+    host_pool,
+};
 use affinode_proto::installation::PathsFile;
 
 use self::{
@@ -139,6 +142,12 @@ pub enum InstallError {
     /// The path of a folder cannot be written into `paths.conf`.
     #[error("--run-dir and --config must be absolute paths without line breaks")]
     Folder,
+    /// The controller of this release would not start with the node's configuration.
+    #[error(
+        "nothing was changed, because the controller of this release would not start with the \
+         node's configuration: correct it first (see affinode policy validate)"
+    )]
+    Config(#[source] ConfigError),
     /// Containers or jobs use the present run directory.
     #[error(
         "cannot change the run directory from {} to {} while {count} shims, jobs or containers of Podman or CRI-O run: two controllers would promise the same VRAM. End these containers and jobs first (see `affinode ps`), or keep --run-dir {}",
@@ -254,9 +263,12 @@ pub fn install(options: &InstallOptions, source: &SourceFile) -> Result<Steps, I
     let required = matches!(options.podman, PodmanRequest::Required(_));
     let folders = folders::of(options)?;
     folders::may_change(options, &folders)?;
-    let folders = folders::text(&folders, &options.prefix)?;
+    let text = folders::text(&folders, &options.prefix)?;
     let podman = podman::PodmanPlan::of(options, older.as_ref())?;
-    let source = &source.with_podman(podman, required)?.with_folders(folders);
+    let source = &source.with_podman(podman, required)?.with_folders(text);
+    if !files::plan(source, &options.prefix).is_empty() {
+        folders::accepts_config(&folders)?;
+    }
     let node = ContainerdNode::find(options.socket(older.as_ref()));
     let known = older.as_ref().is_some_and(podman::is_recorded);
     // If containerd is installed but does not run, the installation continues without containerd

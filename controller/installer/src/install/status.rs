@@ -137,11 +137,11 @@ pub fn status(options: &InstallOptions) -> Result<Option<InstallStatus>, Install
     let running_podman = podman::running(&options.prefix);
     let former = record.former.iter().map(|added| added.runtime_name.clone()).collect();
     let unit = unit::status(&options.state_dir)?;
-    // An operator may stop, disable or change the unit, so only a missing or incomplete unit counts
-    // as lost.
-    let unit_lost = unit
-        .as_ref()
-        .is_some_and(|unit| matches!(unit.state, UnitState::Missing | UnitState::Incomplete));
+    // An operator may stop, disable or change the unit, so only a missing, incomplete or failing
+    // unit counts as lost.
+    let unit_lost = unit.as_ref().is_some_and(|unit| {
+        matches!(unit.state, UnitState::Missing | UnitState::Incomplete | UnitState::Failing)
+    });
     let unchanged = seen.iter().all(|file| file.state == FileState::InPlace);
     Ok(Some(InstallStatus {
         in_place: served && in_docker && unchanged && !unit_lost,

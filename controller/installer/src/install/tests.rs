@@ -7,6 +7,7 @@ use std::{
     time::Duration,
 };
 
+use affinode_controller::error_chain;
 use toml::Table;
 
 use super::*;
@@ -151,6 +152,33 @@ fn rewrite(program: &Path) {
 /// containerd refuses a configuration in which a second handler has the changed setting.
 const REFUSE_CHANGED: &str =
     "if [ \"$(grep -c second config.toml)\" -ge 2 ]; then echo refused >&2; exit 1; fi";
+
+/// A key that the incoming release does not know, as after a downgrade. Its controller would never
+/// start, so nothing may be changed.
+#[test]
+fn refused_configuration_changes_no_file() {
+    let machine = Machine::new();
+    let config = machine.path("etc/config.toml");
+    let drop_in = machine.path("etc/conf.d/50-cluster.toml");
+    fs::create_dir_all(drop_in.parent().unwrap()).unwrap();
+    fs::write(&drop_in, "[policy]\nnewer_key = true\n").unwrap();
+    let folders = PathsFile { config: Some(config), ..machine.options().folders };
+    let options = InstallOptions {
+        containerd: Some(machine.path("containerd.sock")),
+        folders,
+        ..machine.options()
+    };
+    let source = SourceFile::simulated(b"one");
+    let error = install(&options, &source).unwrap_err();
+    assert!(matches!(error, InstallError::Config(_)), "{error}");
+    let why = error_chain::chain(&error);
+    assert!(why.contains("policy.newer_key") && why.contains("50-cluster.toml"), "{why}");
+    assert!(!options.prefix.exists() && machine.record().is_none());
+    fs::write(&drop_in, "[policy]\n").unwrap();
+    // The next check fails, because no containerd runs.
+    let error = install(&options, &source).unwrap_err();
+    assert!(matches!(error, InstallError::Node(NodeError::Absent(_))), "{error}");
+}
 
 /// The stock handler changes, and containerd refuses the changed handler of Affinode. The handler
 /// with which containerd works must stay in its file, however often the installation is tried.

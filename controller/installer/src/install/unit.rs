@@ -135,6 +135,8 @@ pub enum UnitState {
     Disabled,
     /// The unit does not run.
     Stopped,
+    /// The unit fails at each start, and systemd starts it again and again.
+    Failing,
     /// The content of the unit's file was changed. The unit may run or be stopped.
     Changed,
     /// The unit's file does not exist.
@@ -158,6 +160,7 @@ pub fn status(state_dir: &Path) -> Result<Option<UnitStatus>, UnitError> {
         Some(_) if !record.settled => UnitState::Incomplete,
         Some(_) => match systemctl::activity() {
             Ok(UnitActivity { active: false, .. }) => UnitState::Stopped,
+            Ok(UnitActivity { failing: true, .. }) => UnitState::Failing,
             Ok(UnitActivity { enabled: false, .. }) => UnitState::Disabled,
             Ok(UnitActivity { .. }) => UnitState::Running,
             Err(_) => UnitState::Unknown,
