@@ -182,14 +182,6 @@ pub(crate) fn is_on_path(program: &str) -> bool {
     on_path(std::env::split_paths(&path), program).is_some()
 }
 
-/// Counts the processes whose command line matches. In a command line, each argument ends with a
-/// zero byte.
-pub(crate) fn processes_with(matches: impl Fn(&[u8]) -> bool) -> usize {
-    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-    let lines = entries.filter_map(|entry| std::fs::read(entry.path().join("cmdline")).ok());
-    lines.filter(|argv| matches(argv)).count()
-}
-
 fn is_program(path: &Path) -> bool {
     use std::os::unix::fs::PermissionsExt;
     std::fs::metadata(path)

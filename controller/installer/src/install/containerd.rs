@@ -1,8 +1,7 @@
 //! Reads the configuration of this node's containerd, and restarts containerd.
 
 use std::{
-    fmt, fs, io,
-    os::unix::ffi::OsStrExt,
+    fmt, fs,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     thread,
@@ -17,6 +16,7 @@ use super::{
     edit::ConfigEdit,
     files,
     handler::{self, HandlerSpec},
+    host_process::HostProcess,
     podman,
     record::AddedBlock,
     target::{self, InstallTarget},
@@ -504,17 +504,12 @@ impl ProgramRole {
 
 fn programs(prefix: &Path) -> Vec<ContainerdProgram> {
     let shims = files::places_of_program(prefix, SHIM);
-    let look = |entry: io::Result<fs::DirEntry>| {
-        let entry = entry.ok()?;
-        let pid = entry.file_name().to_str()?.parse().ok()?;
-        let exe = fs::read_link(entry.path().join("exe")).ok()?;
-        let exe = exe.as_os_str().as_bytes();
-        let behind = shims.iter().find_map(|shim| exe.strip_prefix(shim.as_os_str().as_bytes()))?;
-        let argv = fs::read(entry.path().join("cmdline")).unwrap_or_default();
-        let role = ProgramRole::of(&argv);
-        Some(ContainerdProgram { pid, role, replaced: !behind.is_empty() })
+    let look = |process: HostProcess| {
+        let replaced = process.runs(&shims)?;
+        let role = ProgramRole::of(&process.command_line());
+        Some(ContainerdProgram { pid: process.pid, role, replaced })
     };
-    fs::read_dir("/proc").into_iter().flatten().filter_map(look).collect()
+    HostProcess::all().filter_map(look).collect()
 }
 
 #[cfg(test)]

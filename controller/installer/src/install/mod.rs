@@ -23,6 +23,7 @@ mod edit;
 mod files;
 mod folders;
 mod handler;
+mod host_process;
 mod lock;
 mod plan;
 mod podman;

@@ -3,8 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{FileError, InstallOptions, files, record::InstallRecord};
-use crate::doctor::{is_on_path, processes_with};
+use super::{FileError, InstallOptions, files, host_process::HostProcess, record::InstallRecord};
+use crate::doctor::is_on_path;
 
 /// Folder from which Podman reads files of the machine's administrator.
 pub const FOLDER: &str = "/etc/containers/containers.conf.d";
@@ -103,10 +103,15 @@ fn text(prefix: &Path, name: &str) -> String {
 }
 
 /// Counts the containers of Podman and CRI-O that run with the installed program, and the commands
-/// that run in these containers. Without the program, they could not be ended.
+/// that run in these containers. Without the program, they could not be ended. Containers of
+/// rootless Podman do not count, because any user could then prevent an uninstallation.
 pub fn running(prefix: &Path) -> usize {
     let programs = files::places_of_program(prefix, RUNTIME);
-    processes_with(|argv| programs.iter().any(|program| is_monitor(argv, program)))
+    let is_one = |process: &HostProcess| {
+        let argv = process.command_line();
+        programs.iter().any(|program| is_monitor(&argv, program))
+    };
+    HostProcess::all().filter(is_one).count()
 }
 
 fn is_monitor(argv: &[u8], program: &Path) -> bool {
