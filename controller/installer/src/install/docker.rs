@@ -29,7 +29,6 @@ use record::DockerRecord;
 use serde::Serialize;
 
 use super::{FileError, InstallOptions, Steps, files, record::InstallRecord};
-use crate::doctor::containerd::process_runs;
 
 /// Path of the socket that Docker's packages use.
 pub const SOCKET: &str = "/run/docker.sock";
@@ -199,14 +198,9 @@ impl DockerPlan {
         let daemon = match (&options.docker, known) {
             (DockerRequest::Never, _) => return Ok(DockerPlan::LeftOut),
             (DockerRequest::Required(socket), _) => DockerDaemon::find(socket)?,
-            (DockerRequest::Detected, Some(socket)) if alone => DockerDaemon::find(socket)?,
-            // If dockerd does not run, its socket is left alone: systemd would start dockerd at a
-            // connection.
-            (DockerRequest::Detected, _) if !process_runs(&[daemon::PROGRAM]) => {
-                return Ok(DockerPlan::LeftOut);
-            }
+            (DockerRequest::Detected, Some(socket)) if alone => DockerDaemon::running(socket)?,
             (DockerRequest::Detected, known) => {
-                match DockerDaemon::find(known.unwrap_or(Path::new(SOCKET))) {
+                match DockerDaemon::running(known.unwrap_or(Path::new(SOCKET))) {
                     Ok(daemon) => daemon,
                     Err(_) => return Ok(DockerPlan::LeftOut),
                 }
@@ -309,7 +303,7 @@ pub fn status(state_dir: &Path) -> Result<Option<DockerStatus>, DockerError> {
     let serves = |daemon: DockerDaemon| daemon.serves(&record.runtime_name).ok();
     let state = match edit::entry(&text, &record.runtime_name) {
         Ok(RuntimeEntry::Affinode) => {
-            match DockerDaemon::find(&record.socket).ok().and_then(serves) {
+            match DockerDaemon::running(&record.socket).ok().and_then(serves) {
                 Some(true) => DockerState::Served,
                 Some(false) => DockerState::ReloadNeeded,
                 None => DockerState::NoDocker,

@@ -343,3 +343,27 @@ fn docker_stays_if_containerd_cannot_be_changed() {
     machine.uninstall().unwrap();
     assert!(!file.exists() && machine.record().is_none());
 }
+
+/// dockerd is stopped, and another process (systemd) listens at its socket. A connection would start
+/// dockerd and its containers.
+#[test]
+fn a_stopped_dockerd_is_not_started() {
+    if crate::doctor::containerd::process_runs(&["dockerd"]) {
+        return;
+    }
+    let machine = Machine::new();
+    machine.install("one").unwrap();
+    let file = machine.register_in_docker();
+    let socket = std::os::unix::net::UnixListener::bind(machine.path("docker.sock")).unwrap();
+    socket.set_nonblocking(true).unwrap();
+    let options = InstallOptions { docker: DockerRequest::Detected, ..machine.options() };
+    let status = docker::status(&options.state_dir).unwrap().unwrap();
+    assert_eq!(status.state, DockerState::NoDocker);
+    let older = machine.record();
+    let plan = DockerPlan::of(&options, older.as_ref()).unwrap();
+    assert!(plan.steps().is_empty(), "{plan:?}");
+    machine.uninstall().unwrap();
+    assert!(!fs::read_to_string(&file).unwrap_or_default().contains(HANDLER));
+    let connected = socket.accept().map(drop).unwrap_err();
+    assert_eq!(connected.kind(), std::io::ErrorKind::WouldBlock);
+}

@@ -88,7 +88,7 @@ impl DockerChange {
     /// Plans the removal of the runtime that this record describes.
     pub fn to_remove(record: &DockerRecord) -> Result<DockerPlan, DockerError> {
         let (file, name) = (record.config_file.clone(), record.runtime_name.clone());
-        let daemon = DockerDaemon::find(&record.socket).ok();
+        let daemon = DockerDaemon::running(&record.socket).ok();
         let before = read(&file)?;
         let text = before.as_deref().unwrap_or_default();
         if edit::is_default(text, &name) || daemon.as_ref().is_some_and(|d| d.is_default(&name)) {

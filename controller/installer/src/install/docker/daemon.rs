@@ -19,6 +19,7 @@ use affinode_core::input::Identity;
 use serde_json::Value;
 
 use super::{DockerError, engine_api};
+use crate::install::host_process::HostProcess;
 
 /// Name of dockerd's process, as in /proc/PID/comm.
 pub const PROGRAM: &str = "dockerd";
@@ -45,6 +46,20 @@ pub struct DockerDaemon {
 }
 
 impl DockerDaemon {
+    /// Finds the dockerd that listens at a socket, like [`DockerDaemon::find`], but only if a
+    /// dockerd runs already. If none runs, systemd may hold the socket, and a connection would start
+    /// dockerd and its containers.
+    ///
+    /// # Errors
+    /// [`DockerError`]: there is no dockerd, or it does not support shims as runtimes.
+    pub fn running(socket: &Path) -> Result<DockerDaemon, DockerError> {
+        if !HostProcess::all().any(|process| is_dockerd(process.pid)) {
+            let source = io::Error::new(io::ErrorKind::NotFound, "no process dockerd runs");
+            return Err(DockerError::Absent { socket: socket.to_owned(), source });
+        }
+        DockerDaemon::find(socket)
+    }
+
     /// Finds the dockerd that listens at a socket.
     ///
     /// # Errors
