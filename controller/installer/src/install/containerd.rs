@@ -100,6 +100,14 @@ pub enum NodeError {
         /// Folder of the installed shim.
         bin: PathBuf,
     },
+    /// A handler that was to be removed is containerd's default handler.
+    #[error(
+        "nothing was changed, because handler {name} is containerd's default handler (see `containerd config dump`), and CRI would not start without it: no pod of the node would start. Set another default_runtime_name in containerd's configuration, restart containerd, and try again"
+    )]
+    DefaultHandler {
+        /// Name of the handler.
+        name: String,
+    },
     /// The new configuration would still contain a handler that was to be removed.
     #[error(
         "nothing was changed, because containerd's configuration would still contain handler {name} after the removal (see `containerd config dump`). Remove the handler by hand from the file that sets it, and try again"

@@ -143,6 +143,13 @@ pub fn cri_of<'a>(config: &'a Table, plugin: &str) -> Option<&'a Table> {
     config.get("plugins")?.get(plugin)?.get("containerd")?.as_table()
 }
 
+/// Returns whether the handler of this name is that of containers that name none. It is the default
+/// if one of the CRI sections says so, whatever the version of the configuration.
+pub fn is_default_handler(config: &Table, name: &str) -> bool {
+    let default = |plugin: &&str| cri_of(config, plugin)?.get("default_runtime_name")?.as_str();
+    PLUGINS.iter().filter_map(default).any(|default| default == name)
+}
+
 /// Returns the handler of this name, for any version of the configuration.
 pub fn handler_of<'a>(config: &'a Table, name: &str) -> Option<&'a Table> {
     let of = |plugin: &&str| cri_of(config, plugin)?.get("runtimes")?.get(name)?.as_table();

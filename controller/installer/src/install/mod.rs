@@ -299,6 +299,7 @@ fn install_on(
     let before = node.dump()?;
     let restart = node.way(&options.restart);
     let plan = plan::install(options, older.as_ref(), node, &before)?;
+    no_default(&plan, &before)?;
     let changes = files::plan(source, &options.prefix);
     let controllers = ControllerReplacement::of(options, &changes)?;
     let mut steps: Steps = changes.iter().map(FileChange::to_string).collect();
@@ -471,6 +472,14 @@ fn gone(plan: &HandlerPlan, dump: &toml::Table) -> Result<(), NodeError> {
     }
 }
 
+/// Checks that no handler that is to be removed is the default handler of containerd.
+fn no_default(plan: &HandlerPlan, dump: &toml::Table) -> Result<(), NodeError> {
+    match plan.gone.iter().find(|spec| handler::is_default_handler(dump, &spec.name)) {
+        Some(spec) => Err(NodeError::DefaultHandler { name: spec.name.clone() }),
+        None => Ok(()),
+    }
+}
+
 /// Removes everything that [`install`] has installed.
 ///
 /// # Errors
@@ -567,7 +576,8 @@ fn uninstall_from(
 /// configuration if files must be edited.
 fn removable(node: &ContainerdNode, plan: &HandlerPlan) -> Result<Option<toml::Table>, NodeError> {
     if plan.edit.is_some() {
-        return node.dump().map(Some);
+        let dump = node.dump()?;
+        return no_default(plan, &dump).map(|()| Some(dump));
     }
     // The file of k3s and rke2 may still contain the handler. At their next start they render the
     // file again, without the handler.

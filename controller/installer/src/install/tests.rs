@@ -367,3 +367,29 @@ fn a_stopped_dockerd_is_not_started() {
     let connected = socket.accept().map(drop).unwrap_err();
     assert_eq!(connected.kind(), std::io::ErrorKind::WouldBlock);
 }
+
+/// Without its default handler, containerd serves no pods, and the node would not be ready.
+#[test]
+fn default_handler_is_not_removed() {
+    let machine = Machine::new();
+    machine.install("one").unwrap();
+    let config = machine.config();
+    let section = "[plugins.\"io.containerd.cri.v1.runtime\".containerd]\n";
+    let default = |name: &str| format!("{section}default_runtime_name = \"{name}\"\n{config}");
+    // The key of the version must come first.
+    let first = |text: String| format!("version = 3\n{}", text.replacen("version = 3\n", "", 1));
+    let changed = first(default(HANDLER));
+    fs::write(machine.path("config.toml"), &changed).unwrap();
+    let error = machine.uninstall().unwrap_err().to_string();
+    assert!(error.contains("default_runtime_name") && error.contains(HANDLER), "{error}");
+    assert_eq!(machine.config(), changed, "nothing was changed");
+    let options = InstallOptions { runtime_name: "other".into(), ..machine.options() };
+    let (lock, older) = (lock(&options).unwrap(), machine.record());
+    let source = SourceFile::simulated(b"one");
+    let renamed =
+        install_on(&machine.containerd(), &DockerPlan::LeftOut, &options, &source, lock, older);
+    assert!(matches!(renamed, Err(InstallError::Node(NodeError::DefaultHandler { .. }))));
+    fs::write(machine.path("config.toml"), first(default("runc"))).unwrap();
+    machine.uninstall().unwrap();
+    assert!(handler::handler_of(&machine.config().parse().unwrap(), HANDLER).is_none());
+}

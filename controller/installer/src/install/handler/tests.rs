@@ -98,3 +98,11 @@ fn a_difference_anywhere_else_is_named() {
     let less = table("version = 2");
     assert_eq!(differing(&less, "x"), Err("plugins".into()));
 }
+
+#[test]
+fn default_is_known_in_each_version() {
+    assert!(is_default_handler(&table(V2), "runc") && !is_default_handler(&table(V2), "affinode"));
+    let v3 = table(&V2.replace(PLUGINS[0], PLUGINS[1]).replace("version = 2", "version = 3"));
+    assert!(is_default_handler(&v3, "runc") && !is_default_handler(&v3, "affinode"));
+    assert!(!is_default_handler(&table("version = 3\n"), "runc"));
+}
