@@ -18,6 +18,9 @@ use tokio::process::Command;
 const DROP_IN: &str = "conf.d/50-cluster.toml";
 /// Word by which `affinode status` says that a file has not changed since its installation.
 const IN_PLACE: &str = "in-place";
+/// Part of the error of an installation whose change of containerd's file was lost at the restart,
+/// because another program wrote the file.
+const OVERWRITTEN: &str = "another program wrote";
 /// Beginning of the step in which an installation restarts the unit that runs containerd.
 const RESTART: &str = "systemctl restart ";
 /// Time limit for a run of the program `affinode`. The limit is long, because an installation waits
@@ -382,6 +385,13 @@ impl HostPaths {
 pub fn may_restart_kubelet(steps: &[String]) -> bool {
     let units = steps.iter().filter_map(|step| step.strip_prefix(RESTART));
     units.into_iter().any(|unit| !unit.contains("containerd"))
+}
+
+/// Returns whether an installation failed because another program wrote containerd's file anew. The
+/// same installation would restart containerd again, to no effect.
+#[must_use]
+pub fn is_overwritten(error: &HostError) -> bool {
+    matches!(error, HostError::Refused(why) if why.contains(OVERWRITTEN))
 }
 
 /// Returns a command that runs the program `affinode`, which is in the same folder as this program.

@@ -201,6 +201,8 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
         may_offer: true,
         checked: false,
         label_kept: false,
+        plan: Vec::new(),
+        overwritten: None,
         controller_fails: false,
         said: None,
         bad_config: None,
@@ -240,6 +242,11 @@ struct NodeAgent<'a> {
     /// Whether the node keeps its label although an installation failed, because pods of the
     /// runtime run and the installation restarts the kubelet.
     label_kept: bool,
+    /// Steps of the last planned installation.
+    plan: Vec<String>,
+    /// Steps of an installation after which another program wrote containerd's file anew, and the
+    /// error. The same steps would restart containerd again, to no effect.
+    overwritten: Option<(Vec<String>, String)>,
     /// Whether the controller of the node fails at each start.
     controller_fails: bool,
     said: Option<String>,
@@ -390,6 +397,9 @@ impl NodeAgent<'_> {
     ) -> kube::Result<String> {
         self.checked = false;
         let why = error_chain::chain(error);
+        if host::is_overwritten(error) {
+            self.overwritten = Some((self.plan.clone(), why.clone()));
+        }
         tracing::error!("node: cannot install Affinode: {why}");
         self.metrics.now(InstallState::Failed);
         Ok(match self.keeps_serving(was_labelled).await? {
@@ -428,7 +438,14 @@ impl NodeAgent<'_> {
         }
         if !self.checked {
             let plan = places.plan().await?;
+            if let Some((steps, why)) =
+                self.overwritten.as_ref().filter(|(steps, _)| *steps == plan)
+            {
+                tracing::debug!("node: {} steps are not repeated", steps.len());
+                return Err(HostError::Refused(why.clone()).into());
+            }
             if !plan.is_empty() {
+                self.plan.clone_from(&plan);
                 let limited = matches!(handler, HandlerState::Missing | HandlerState::Outdated);
                 if limited && !self.slots.take().await? {
                     return Err(NodeTrouble::NoSlot { serves: handler.serves() });

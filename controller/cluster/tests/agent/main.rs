@@ -39,6 +39,7 @@ const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/system/leases/slot"
 /// - `failing`: the controller of the unit fails at each start.
 /// - `due`: an installation has steps to run.
 /// - `broken`: an installation fails.
+/// - `managed`: another program writes containerd's file anew.
 /// - `unreadable`: the record of the installation cannot be read.
 /// - `unit`: the unit that runs containerd. An installation restarts it.
 /// - `shims`: the number of running pods of the runtime.
@@ -60,6 +61,7 @@ case "$*" in
                       if [ -e due ] || [ -e missing ] || [ -e outdated ] || [ ! -e served ]
                       then echo '["'$step'"]'; else echo '[]'; fi ;;
   install*) if [ -e broken ]; then echo "no space left" >&2; exit 1; fi
+            if [ -e managed ]; then echo "but another program wrote config.toml" >&2; exit 1; fi
             rm -f due lost missing outdated; touch served; echo '["a step"]' ;;
   gpus*) if [ -e gpus ]; then cat gpus; else echo "NVML cannot be used" >&2; exit 1; fi ;;
   uninstall*) rm -f served ;;
@@ -231,6 +233,32 @@ fn a_failed_upgrade_keeps_the_label() {
     });
     assert!(agent.api.annotation(STATE).contains("no space left"));
     assert_eq!(agent.api.label(RUNTIME), "true", "pods still come to it");
+}
+
+/// Another program writes containerd's file anew at each restart. A further restart has no effect, so
+/// the agent must not repeat it until something has changed.
+#[test]
+fn a_lost_edit_is_not_repeated() {
+    let agent = Agent::start(json!({}), &["managed"], &[]);
+    agent.until_state("the failure", |state| state.contains("another program wrote"));
+    let attempts = || {
+        let calls = agent.calls();
+        calls.lines().filter(|call| call.starts_with("install") && !call.contains("dry")).count()
+    };
+    let plans = || agent.calls().matches("--dry-run").count();
+    // Each change of the node object makes the agent check the node at once.
+    let look = |value: &str| {
+        let before = plans();
+        let wish = json!({ "metadata": { "annotations": { RETIRE: value } } });
+        agent.api.patch(NODE, &wish);
+        agent.api.until("a further check", |_| plans() > before);
+    };
+    look("a");
+    look("b");
+    assert_eq!(attempts(), 1);
+    fs::write(agent.folder.join("node/unit"), "containerd").unwrap();
+    look("c");
+    agent.api.until("an attempt with other steps", |_| attempts() == 2);
 }
 
 #[test]

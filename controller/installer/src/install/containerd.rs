@@ -19,7 +19,7 @@ use super::{
     host_process::HostProcess,
     podman,
     record::AddedBlock,
-    target::{self, InstallTarget},
+    target::{self, InstallTarget, ManagedConfig},
 };
 use crate::doctor::{
     containerd::{self, ContainerdAbsent, ContainerdProcess},
@@ -32,6 +32,8 @@ use crate::doctor::{
 const NOT_BOOTED: &str = "has not been booted with systemd";
 /// Time limit for containerd to serve its socket again after a restart.
 const BACK_WITHIN: Duration = Duration::from_secs(60);
+/// Text by which the node agent recognizes that a further restart would have no effect.
+const OVERWRITTEN: &str = "another program wrote";
 /// Default name of containerd's systemd unit.
 const UNIT: &str = "containerd";
 /// Names of the systemd units of k3s, rke2 and k0s, which run a containerd. A dash and more text may
@@ -100,6 +102,25 @@ pub enum NodeError {
         /// Folder of the installed shim.
         bin: PathBuf,
     },
+    /// A distribution writes containerd's file anew at each start, so an edit would be lost.
+    #[error(
+        "nothing was changed, because {by} writes {} anew at each start of containerd. Add or remove the handler by hand in {} (see config/containerd), restart containerd through {by}, and run this command again",
+        path.display(), place.display()
+    )]
+    Managed {
+        /// Name of the distribution.
+        by: &'static str,
+        /// Path of containerd's file.
+        path: PathBuf,
+        /// Path into which an operator writes the handler.
+        place: PathBuf,
+    },
+    /// Another program wrote the edited file anew when containerd was restarted.
+    #[error(
+        "containerd was restarted, but {OVERWRITTEN} {} at its restart, so containerd does not serve the handler. The file stays as that program wrote it. Add the handler by hand to the file from which it is written (see config/containerd), restart containerd, and run this command again",
+        .0.display()
+    )]
+    Overwritten(PathBuf),
     /// A handler that was to be removed is containerd's default handler.
     #[error(
         "nothing was changed, because handler {name} is containerd's default handler (see `containerd config dump`), and CRI would not start without it: no pod of the node would start. Set another default_runtime_name in containerd's configuration, restart containerd, and try again"
@@ -193,6 +214,13 @@ impl ContainerdNode {
     /// Returns the path of the configuration file that containerd reads first.
     pub fn config_file(&self) -> PathBuf {
         self.daemon.config_file.clone()
+    }
+
+    /// Returns the error for an edit of containerd's files, if a distribution writes them.
+    pub fn managed(&self) -> Option<NodeError> {
+        let path = self.config_file();
+        let ManagedConfig { by, place } = ManagedConfig::of(&path, &self.root_text())?;
+        Some(NodeError::Managed { by, path, place })
     }
 
     /// Chooses the file into which the handler is written. `dump` is containerd's whole

@@ -196,6 +196,19 @@ impl ConfigEdit {
         self.changed().all(|file| read(&file.path).is_ok_and(|there| there == file.before))
     }
 
+    /// Returns a file that another program has changed since the edit was made.
+    pub fn overwritten(&self) -> Option<&Path> {
+        let there = |file: &FileEdit| read(&file.path).is_ok_and(|there| there == file.after);
+        self.changed().find(|file| !there(file)).map(|file| file.path.as_path())
+    }
+
+    /// Restores the original content of the files that no other program has changed since.
+    pub fn undo_own(&self) -> Result<(), EditError> {
+        let own = |file: &&FileEdit| read(&file.path).is_ok_and(|there| there == file.after);
+        let files: Vec<_> = self.changed().filter(own).collect();
+        files.into_iter().try_for_each(|file| put(&file.path, file.before.as_deref()))
+    }
+
     /// Restores the original content of the files.
     pub fn undo(&self) -> Result<(), EditError> {
         // A file that cannot be written must not prevent the others from being restored.

@@ -424,6 +424,10 @@ impl InstallEffect<'_> {
     fn edit(&self, edit: &ConfigEdit, plan: &HandlerPlan) -> Result<(), InstallError> {
         edit.make()?;
         if let Err(error) = self.settle(edit, plan) {
+            if let NodeError::Overwritten(_) = error {
+                edit.undo_own()?;
+                return Err(error.into());
+            }
             edit.undo()?;
             return Err(self.node.recovered(self.restart, error).into());
         }
@@ -451,15 +455,29 @@ impl InstallEffect<'_> {
                 return Err(NodeError::Covered { name: spec.name.clone(), path });
             }
         }
-        self.node.restart(self.restart, plan.wanted.as_ref())?;
+        self.node
+            .restart(self.restart, plan.wanted.as_ref())
+            .map_err(|error| overwritten(edit, error))?;
         // k3s and rke2 render the file at the restart, so only its predicted content was checked
         // before.
         match self.restart {
             RestartRequest::Systemd { .. } => {
-                differing(&self.node.again()?.dump()?).map_err(NodeError::Rendered)
+                let now = self.node.again()?.dump()?;
+                // Another program may have written a file with the handler anew.
+                gone(plan, &now).map_err(|left| NodeError::Rendered(left.to_string()))?;
+                differing(&now).map_err(NodeError::Rendered)
             }
             RestartRequest::None => Ok(()),
         }
+    }
+}
+
+/// Returns the error of a restart after an edit. A containerd without the handler is no failure of
+/// containerd if another program has changed the edited file meanwhile.
+fn overwritten(edit: &ConfigEdit, error: NodeError) -> NodeError {
+    match (&error, edit.overwritten()) {
+        (NodeError::Gone { .. }, Some(path)) => NodeError::Overwritten(path.to_owned()),
+        _ => error,
     }
 }
 
@@ -576,6 +594,9 @@ fn uninstall_from(
 /// configuration if files must be edited.
 fn removable(node: &ContainerdNode, plan: &HandlerPlan) -> Result<Option<toml::Table>, NodeError> {
     if plan.edit.is_some() {
+        if let Some(managed) = node.managed() {
+            return Err(managed);
+        }
         let dump = node.dump()?;
         return no_default(plan, &dump).map(|()| Some(dump));
     }

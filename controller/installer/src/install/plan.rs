@@ -8,6 +8,9 @@
 //! | another handler with Affinode's program | removes that handler from every file and adds the wanted handler |
 //! | a handler with another program | fails |
 //!
+//! If a distribution writes containerd's files itself (k0s, MicroK8s), the installation does not edit
+//! them. It uses a handler that an operator has added, and fails if there is none.
+//!
 //! A handler of an earlier `--runtime-name` is kept while a shim runs, because containerd needs
 //! this handler to restart a container of a running pod.
 
@@ -89,14 +92,18 @@ pub fn install(
     node.finds_shim(&options.prefix, dump)?;
     let waits =
         verdict == HandlerVerdict::Absent && recorded.iter().any(|block| node.renders(block));
-    let stays = waits || verdict == HandlerVerdict::Same;
-    let in_use = !former.is_empty() && containerd::running_shims(&options.prefix) > 0;
+    let managed = node.managed();
+    // An operator wrote this handler, and the installation could not change it.
+    let by_hand = managed.is_some() && verdict == HandlerVerdict::Differs;
+    let stays = waits || by_hand || verdict == HandlerVerdict::Same;
+    let in_use =
+        !former.is_empty() && (managed.is_some() || containerd::running_shims(&options.prefix) > 0);
     let (former, retired) = if in_use { (former, Vec::new()) } else { (Vec::new(), former) };
     let gone = retired.iter().map(|block| spec.named(&block.runtime_name)).collect();
     let mut plan = HandlerPlan {
         edit: None,
         wanted: Some(spec.clone()),
-        replaces: verdict == HandlerVerdict::Differs,
+        replaces: verdict == HandlerVerdict::Differs && !by_hand,
         gone,
         restarts: true,
         block: recorded.first().cloned(),
@@ -115,6 +122,9 @@ pub fn install(
     }
     if stays && plan.gone.is_empty() {
         return Ok(plan);
+    }
+    if let Some(managed) = managed {
+        return Err(managed.into());
     }
     let target = node.target(dump);
     let mut edit = ConfigEdit::of(files(Some(&target), Some(node), older))?;

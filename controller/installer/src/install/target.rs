@@ -45,6 +45,31 @@ pub fn is_template(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "tmpl")
 }
 
+/// A distribution that writes containerd's file anew at each start, from files that the installation
+/// does not edit. How these files are merged was not tested.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ManagedConfig {
+    /// Name of the distribution.
+    pub by: &'static str,
+    /// Path into which an operator writes the handler.
+    pub place: PathBuf,
+}
+
+impl ManagedConfig {
+    /// Returns the distribution that writes containerd's file `file`. `text` is the file's content.
+    /// `None`: no known distribution writes it.
+    pub fn of(file: &Path, text: &str) -> Option<ManagedConfig> {
+        let folder = file.parent()?;
+        let managed = |line: &str| line.starts_with('#') && line.contains("k0s_managed=true");
+        if text.lines().any(managed) {
+            return Some(ManagedConfig { by: "k0s", place: folder.join("containerd.d") });
+        }
+        let template = folder.join("containerd-template.toml");
+        let rendered = file.file_name() == Some("containerd.toml".as_ref()) && template.exists();
+        rendered.then_some(ManagedConfig { by: "MicroK8s", place: template })
+    }
+}
+
 /// The file into which the installation writes the handler.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum InstallTarget {
@@ -121,6 +146,20 @@ fn says_of_cri(path: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn managed_files_are_recognized() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("containerd.toml");
+        let of = |text: &str| ManagedConfig::of(&file, text);
+        let k0s = of("# k0s_managed=true\nversion = 2\n").unwrap();
+        assert_eq!((k0s.by, k0s.place), ("k0s", folder.path().join("containerd.d")));
+        // An operator removed the mark, so k0s no longer writes the file.
+        assert_eq!(of("version = 2\n"), None);
+        fs::write(folder.path().join("containerd-template.toml"), "").unwrap();
+        assert_eq!(of("version = 2\n").unwrap().by, "MicroK8s");
+        assert_eq!(ManagedConfig::of(&folder.path().join("config.toml"), "version = 2\n"), None);
+    }
 
     fn of(file: &Path, own: &str) -> InstallTarget {
         InstallTarget::of(file, &own.parse().unwrap(), &[], false)

@@ -393,3 +393,53 @@ fn default_handler_is_not_removed() {
     machine.uninstall().unwrap();
     assert!(handler::handler_of(&machine.config().parse().unwrap(), HANDLER).is_none());
 }
+
+/// k0s writes containerd's file anew at each start. The installation must not edit the file, and must
+/// accept the handler that an operator adds to k0s's own files.
+#[test]
+fn managed_file_is_not_edited() {
+    let machine = Machine::new();
+    let managed = format!("# k0s_managed=true\n{CONFIG}");
+    fs::write(machine.path("config.toml"), &managed).unwrap();
+    let error = machine.install("one").unwrap_err().to_string();
+    assert!(error.contains("k0s") && error.contains("containerd.d"), "{error}");
+    assert_eq!(machine.config(), managed);
+    assert!(machine.record().is_none() && !machine.path("prefix").exists());
+    // The operator's handler need not equal the one that the installation would write.
+    let shim = machine.path("prefix/bin/containerd-shim-affinode-v1");
+    let runtimes = "[plugins.\"io.containerd.cri.v1.runtime\".containerd.runtimes.affinode]";
+    let by_hand = format!(
+        "{managed}{runtimes}\nruntime_type = \"io.containerd.runc.v2\"\nruntime_path = \"{}\"\n",
+        shim.display()
+    );
+    fs::write(machine.path("config.toml"), &by_hand).unwrap();
+    machine.install("one").unwrap();
+    assert_eq!((machine.config(), shim.exists()), (by_hand, true));
+    assert!(machine.install("one").unwrap().is_empty(), "nothing is left to do");
+    let error = machine.uninstall().unwrap_err();
+    assert!(matches!(error, InstallError::Node(NodeError::Managed { .. })), "{error}");
+    assert!(shim.exists(), "containerd still has the handler");
+    fs::write(machine.path("config.toml"), &managed).unwrap();
+    machine.uninstall().unwrap();
+    assert!(!shim.exists());
+}
+
+/// Another program writes containerd's file anew at the restart. Its content must stay, and the error
+/// must not say that containerd did not start.
+#[test]
+fn overwritten_file_is_left_as_it_is() {
+    let machine = Machine::new();
+    let [theirs, ours] = ["config.toml", "drop-in.toml"].map(|name| machine.path(name));
+    let mut edit = ConfigEdit::of([theirs.clone(), ours.clone()]).unwrap();
+    edit.append(&theirs, "\n[x]\n");
+    edit.append(&ours, "\n[y]\n");
+    edit.make().unwrap();
+    let gone = || NodeError::Gone { why: "no handler".into() };
+    assert!(matches!(overwritten(&edit, gone()), NodeError::Gone { .. }));
+    fs::write(&theirs, "# anew\n").unwrap();
+    let error = overwritten(&edit, gone());
+    assert!(matches!(&error, NodeError::Overwritten(path) if *path == theirs), "{error}");
+    assert!(error.to_string().contains("another program wrote"), "{error}");
+    edit.undo_own().unwrap();
+    assert_eq!((machine.config().as_str(), ours.exists()), ("# anew\n", false));
+}
