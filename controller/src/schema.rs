@@ -392,6 +392,7 @@ pub struct Action {
     pub reason_text: String,
     pub bytes: u64,
     pub elapsed_ms: u64,
+    pub pinned: bool,
 }
 
 impl From<control::ActionResponse> for Action {
@@ -403,6 +404,7 @@ impl From<control::ActionResponse> for Action {
             reason_text: a.reason_text,
             bytes: a.bytes,
             elapsed_ms: a.elapsed_ms,
+            pinned: a.pinned,
         }
     }
 }

@@ -46,6 +46,7 @@ pub fn tell(
         let object = json!({
             "container": target.container, "done": response.done, "state": response.state, "reason": response.reason,
             "reason_text": response.reason_text, "bytes": response.bytes, "elapsed_ms": response.elapsed_ms,
+            "pinned": response.pinned,
         });
         if target.output == OutputFormat::Yaml {
             write!(out, "{}", serde_yaml_ng::to_string(&object)?)?;
@@ -59,6 +60,11 @@ pub fn tell(
         } else {
             format!(" ({})", response.state)
         };
+        // The pin is stored although the restore failed. The text says both.
+        if response.pinned {
+            let (name, text) = (&target.container, &response.reason_text);
+            return Err(CliError::NotDone(format!("{name}{state}: {text}")));
+        }
         return Err(CliError::NotDone(format!(
             "{} was not {done}{state}: {}",
             target.container, response.reason_text
@@ -77,4 +83,23 @@ pub fn tell(
         writeln!(out, "{} is {done}{moved}", target.container)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pinned_container_is_not_called_unpinned() {
+        let target = ControllerAddress { container: "web".into(), output: OutputFormat::Table };
+        let said = |pinned, text: &str| {
+            let (state, reason_text) = ("offloaded".into(), text.into());
+            let response =
+                ActionResponse { pinned, state, reason_text, ..ActionResponse::default() };
+            tell(&mut Vec::new(), &target, &response, "pinned").unwrap_err().to_string()
+        };
+        let text = "the container is pinned, but is not restored yet: waits for VRAM";
+        assert_eq!(said(true, text), format!("web (offloaded): {text}"));
+        assert_eq!(said(false, "no disk"), "web was not pinned (offloaded): no disk");
+    }
 }

@@ -48,10 +48,28 @@ pub(super) fn pin(
     // A pinned container must be on the GPU, so an offloaded container is restored.
     let resident = [State::Active, State::Idle, State::Unregistered, State::Lost];
     if pinned && !resident.contains(&state) {
-        return moves::act(actor, key.as_str(), Request::Restore, answer);
+        let (restored, outcome) = oneshot::channel();
+        tokio::spawn(async move {
+            if let Ok(response) = outcome.await {
+                let _ = answer.send(of_pinned(response));
+            }
+        });
+        return moves::act(actor, key.as_str(), Request::Restore, restored);
     }
     let done = ActionResult { done: true, state: Some(state), ..ActionResult::default() };
-    let _ = answer.send(conversion::response_of(done));
+    let _ = answer.send(ActionResponse { pinned, ..conversion::response_of(done) });
+}
+
+/// Converts the response to the restore of a container that was pinned before. The pin is stored,
+/// also if the restore was not done.
+fn of_pinned(restore: ActionResponse) -> ActionResponse {
+    let reason_text = match restore.done {
+        true => restore.reason_text,
+        false => {
+            format!("the container is pinned, but is not restored yet: {}", restore.reason_text)
+        }
+    };
+    ActionResponse { pinned: true, reason_text, ..restore }
 }
 
 /// Stores the operator overrides on disk, then applies them. Returns whether they have changed.
@@ -66,4 +84,26 @@ pub(super) fn override_with(
         effects::feed(actor, Input::Overridden(fresh));
     }
     Ok(changed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The pin is stored before the restore. A response about a failed restore must not read as if
+    /// the container were not pinned.
+    #[test]
+    fn failed_restore_is_not_a_failed_pin() {
+        let restore = |done| ActionResponse {
+            done,
+            reason_text: "waits for VRAM".into(),
+            ..ActionResponse::default()
+        };
+        let response = of_pinned(restore(false));
+        assert!(response.pinned && !response.done);
+        assert!(response.reason_text.starts_with("the container is pinned, but"));
+        assert!(response.reason_text.ends_with("waits for VRAM"));
+        let response = of_pinned(restore(true));
+        assert_eq!((response.pinned, response.reason_text.as_str()), (true, "waits for VRAM"));
+    }
 }

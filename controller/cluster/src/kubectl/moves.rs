@@ -333,7 +333,13 @@ fn tell(
             "" => String::new(),
             state => format!(" ({})", format::safe(state)),
         };
-        output::say(&format!("{name} was not {}{state}: {}", verb.done(), result.why));
+        // The pin is stored although the restore failed. The text says both.
+        match result.action.pinned {
+            true => output::say(&format!("{name}{state}: {}", result.why)),
+            false => {
+                output::say(&format!("{name} was not {}{state}: {}", verb.done(), result.why));
+            }
+        }
         return Ok(());
     }
     let (bytes, ms) = (result.action.bytes, result.action.elapsed_ms);
