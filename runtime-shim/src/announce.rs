@@ -12,6 +12,7 @@
 //! Quiet: it neither starts a controller nor connects to one.
 
 use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use affinode_proto::api::control::Announcement;
@@ -40,6 +41,17 @@ const SPREAD_MS: u32 = 200;
 pub struct Announcer {
     orders: mpsc::UnboundedSender<AnnounceOrder>,
     task: JoinHandle<()>,
+    paths: ShimPaths,
+    folders: Mutex<OwnFolders>,
+}
+
+/// Folders of this shim's containers, with the generation of the container that owns each.
+#[derive(Debug, Default)]
+struct OwnFolders {
+    /// Generations of the containers that were announced and not withdrawn, by key.
+    running: BTreeMap<String, u64>,
+    /// Containers that ended, and whose folders the task must remove.
+    ended: Vec<(String, u64)>,
 }
 
 #[derive(Debug)]
@@ -53,13 +65,15 @@ impl Announcer {
     #[must_use]
     pub fn spawn(launcher: Launcher) -> Announcer {
         let (orders, inbox) = mpsc::unbounded_channel();
+        let paths = launcher.paths.clone();
         let task = tokio::spawn(AnnouncerState::new(launcher).run(inbox));
-        Announcer { orders, task }
+        Announcer { orders, task, paths, folders: Mutex::default() }
     }
 
     /// Announces a container to the controller while the container's Create request is still in
     /// progress.
     pub fn add(&self, container: Announcement) {
+        self.folders().running.insert(container.key.clone(), container.generation);
         // Sending fails only if the task has ended, which it does when its last sender is dropped.
         let _ = self.orders.send(AnnounceOrder::Add(Box::new(container)));
     }
@@ -67,13 +81,35 @@ impl Announcer {
     /// Withdraws a container from the controller and removes the container's folder. An unknown key
     /// has no effect.
     pub fn remove(&self, key: String) {
+        let mut folders = self.folders();
+        if let Some(generation) = folders.running.remove(&key) {
+            let is_left = |(key, generation): &(String, u64)| {
+                self.paths.container(key).generation() == Some(*generation)
+            };
+            folders.ended.retain(is_left);
+            folders.ended.push((key.clone(), generation));
+        }
+        drop(folders);
         let _ = self.orders.send(AnnounceOrder::Remove(key));
     }
 
-    /// Ends the task once its queued announcements and withdrawals are done, or after `patience`.
+    /// Ends the task once its queued announcements and withdrawals are done, or after `patience`. If
+    /// the controller does not reply in this time, the folders of ended containers are removed
+    /// nevertheless, because no other process would remove them.
     pub async fn finish(self, patience: Duration) {
+        let ended = std::mem::take(&mut self.folders().ended);
         drop(self.orders);
-        let _ = tokio::time::timeout(patience, self.task).await;
+        if tokio::time::timeout(patience, self.task).await.is_ok() {
+            return;
+        }
+        warn!("shim: the controller does not reply, so it learns later that containers ended");
+        for (key, generation) in ended {
+            remove_folder(&self.paths, &key, Some(generation));
+        }
+    }
+
+    fn folders(&self) -> MutexGuard<'_, OwnFolders> {
+        self.folders.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -139,9 +175,7 @@ impl AnnouncerState {
                 );
             }
         }
-        if let Err(error) = self.launcher.paths.container(key).remove(Some(generation)) {
-            warn!("container {key}: cannot remove its folder in the run directory: {error}");
-        }
+        remove_folder(&self.launcher.paths, key, Some(generation));
         if self.containers.is_empty() {
             self.watch = None;
         }
@@ -231,7 +265,11 @@ pub fn withdraw(paths: &ShimPaths, key: &str, deadline: std::time::Instant) {
     // that does not reply in time notices later that containerd has removed the bundle.
     let _ = RpcCaller::control_until(&paths.control_socket(), deadline)
         .and_then(|mut caller| caller.withdraw(key, generation.unwrap_or(0)));
-    if let Err(error) = folder.remove(generation) {
+    remove_folder(paths, key, generation);
+}
+
+fn remove_folder(paths: &ShimPaths, key: &str, generation: Option<u64>) {
+    if let Err(error) = paths.container(key).remove(generation) {
         warn!("container {key}: cannot remove its folder in the run directory: {error}");
     }
 }

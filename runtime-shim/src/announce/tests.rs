@@ -234,3 +234,26 @@ fn without_time_only_the_folder_is_removed() {
     assert_eq!(call.kind(), std::io::ErrorKind::WouldBlock, "no call is made");
     assert!(!folder.exists());
 }
+
+/// The controller accepts connections and is silent. A shim that ends must remove the folders of its
+/// ended containers, and no others.
+#[tokio::test]
+async fn silent_controller_leaves_no_folder() {
+    let node = Node::new();
+    let mute = node.listen();
+    let paths = node.launcher().paths;
+    let announcer = Announcer::spawn(node.launcher());
+    for id in ["ended", "next", "running"] {
+        paths.container(id).make(0, b"").unwrap();
+        announcer.add(container(id));
+    }
+    // The connection that the shim watches, and the first call, which gets no reply.
+    let _connections = (mute.accept().await.unwrap(), mute.accept().await.unwrap());
+    announcer.remove("ended".to_owned());
+    announcer.remove("next".to_owned());
+    // Another shim has a container of the same id meanwhile.
+    paths.container("next").make(1, b"").unwrap();
+    announcer.finish(Duration::from_millis(50)).await;
+    let left = ["ended", "next", "running"].map(|id| paths.container(id).exists());
+    assert_eq!(left, [false, true, true]);
+}
