@@ -2,9 +2,10 @@
 //! user may connect, and the kernel identifies the user.
 
 use std::{
+    collections::HashMap,
     io::{self, Write},
     os::unix::net,
-    sync::Arc,
+    sync::{Arc, Weak},
     time::Duration,
 };
 
@@ -26,12 +27,18 @@ use crate::{
 const MAX_BYTES: u64 = 16 << 10;
 /// Time limit for receiving a job request and sending its response.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum number of job requests of one user that are handled at a time. Further requests are
-/// refused. It is a part of [`AT_A_TIME`], so that one user cannot delay the jobs of others.
+/// Maximum time for which a request waits until it is handled.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(4);
+/// Maximum number of job requests of one user that are handled at a time. Further requests wait. It
+/// is a part of [`AT_A_TIME`], so that one user cannot delay the jobs of others.
 const PER_USER: usize = 4;
-/// Maximum number of job requests that are handled at a time. Further requests wait in the kernel's
-/// backlog.
+/// Maximum number of job requests that are handled at a time.
 const AT_A_TIME: usize = 16;
+/// Maximum number of open requests of one user, handled or waiting. Further requests are refused at
+/// once. A program such as mpirun may start that many jobs at the same moment.
+const OPEN_PER_USER: usize = 128;
+/// Maximum number of open requests of all users.
+const OPEN_IN_ALL: usize = 1024;
 
 /// Returns the uid and the gid of the process at the other end of a connection.
 type FindUser = fn(&UnixStream) -> io::Result<(u32, u32)>;
@@ -65,8 +72,9 @@ fn user_of(stream: &UnixStream) -> io::Result<(u32, u32)> {
 
 async fn accept(listener: UnixListener, requests: JobRequests, find_user: FindUser) {
     let places = Arc::new(Semaphore::new(AT_A_TIME));
-    let count = UserCount::new(PER_USER, AT_A_TIME);
-    while let Ok(place) = Arc::clone(&places).acquire_owned().await {
+    let count = UserCount::new(OPEN_PER_USER, OPEN_IN_ALL);
+    let mut turns = UserTurns::default();
+    loop {
         let accepted = listener.accept().await;
         let (stream, user) = match accepted.and_then(|(stream, _)| {
             let user = find_user(&stream)?;
@@ -83,23 +91,50 @@ async fn accept(listener: UnixListener, requests: JobRequests, find_user: FindUs
                 continue;
             }
         };
-        let Some(user_place) = count.take(user.0) else {
+        let Some(open) = count.take(user.0) else {
             refuse_busy(stream);
             continue;
         };
-        let requests = requests.clone();
+        let (requests, places, turns) = (requests.clone(), Arc::clone(&places), turns.of(user.0));
         tokio::spawn(async move {
+            // A request that waits for the user's own requests takes no place of other users.
+            let turn = async {
+                let own = turns.acquire_owned().await.ok()?;
+                Some((own, places.acquire_owned().await.ok()?))
+            };
+            let Ok(Some(place)) = tokio::time::timeout(WAIT_TIMEOUT, turn).await else {
+                return refuse_busy(stream);
+            };
             // If the client disconnects before the response, there are two cases: no job was
             // created, or the job is removed soon, because no process locks its file.
             let _ = tokio::time::timeout(REQUEST_TIMEOUT, requests.answer(stream, user)).await;
-            drop((place, user_place));
+            drop((place, open));
         });
+    }
+}
+
+/// The turns of each user's requests: [`PER_USER`] of them are handled at a time.
+#[derive(Default)]
+struct UserTurns {
+    /// An entry exists as long as a request of the user is open.
+    users: HashMap<u32, Weak<Semaphore>>,
+}
+
+impl UserTurns {
+    fn of(&mut self, uid: u32) -> Arc<Semaphore> {
+        self.users.retain(|_, turns| turns.strong_count() > 0);
+        if let Some(turns) = self.users.get(&uid).and_then(Weak::upgrade) {
+            return turns;
+        }
+        let turns = Arc::new(Semaphore::new(PER_USER));
+        self.users.insert(uid, Arc::downgrade(&turns));
+        turns
     }
 }
 
 /// Refuses a request before it is read, and closes its connection.
 fn refuse_busy(stream: UnixStream) {
-    let why = format!("{PER_USER} job requests of this user are in progress; try again");
+    let why = "too many job requests of this user are in progress; try again".to_owned();
     // The connection is new, so its buffer has room for the response.
     if let (Ok(line), Ok(mut stream)) = (line_of(&JobReply::Refused(why)), stream.into_std()) {
         let _ = stream.write_all(line.as_bytes());

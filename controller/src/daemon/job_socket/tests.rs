@@ -86,18 +86,55 @@ async fn silent_users_delay_only_themselves() {
     of_root.write_all(b"{\"name\":\"train\"}\n").await.unwrap();
     let Some(Command::Job(_, user, _)) = asked.recv().await else { panic!("no job") };
     assert_eq!(user.uid, 0);
-    let mut refused = 0;
-    for mut stream in silent.drain(PER_USER..) {
-        let mut said = String::new();
-        stream.read_to_string(&mut said).await.unwrap();
-        refused += usize::from(said.contains("of this user are in progress"));
-    }
-    assert_eq!(refused, AT_A_TIME - PER_USER);
-    // The other connections are still open, so their places were not needed.
+    // All connections are still open. Those of the user wait for each other.
     for stream in silent {
         let read = stream.try_read(&mut [0]);
         assert_eq!(read.unwrap_err().kind(), io::ErrorKind::WouldBlock);
     }
+}
+
+/// mpirun starts all jobs of a program at the same moment.
+#[tokio::test]
+async fn many_requests_of_a_user_are_granted() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(SOCKET);
+    let (calls, mut asked) = mpsc::channel(1);
+    let requests = JobRequests { calls, allowed: every_user() };
+    let listener = UnixListener::bind(&path).unwrap();
+    tokio::spawn(accept(listener, requests, |_| Ok(USER)));
+    let mut streams = Vec::new();
+    for _ in 0..16 {
+        let mut stream = tokio::net::UnixStream::connect(&path).await.unwrap();
+        stream.write_all(b"{\"name\":\"rank\"}\n").await.unwrap();
+        streams.push(stream);
+    }
+    for _ in 0..16 {
+        let Some(Command::Job(_, _, answer)) = asked.recv().await else { panic!("no job") };
+        answer.send(JobReply::Refused("granted".into())).unwrap();
+    }
+    for mut stream in streams {
+        let mut said = String::new();
+        stream.read_to_string(&mut said).await.unwrap();
+        assert_eq!(said, "{\"refused\":\"granted\"}\n");
+    }
+}
+
+#[tokio::test]
+async fn waiting_requests_of_a_user_are_limited() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(SOCKET);
+    let (calls, _asked) = mpsc::channel(1);
+    let requests = JobRequests { calls, allowed: every_user() };
+    let listener = UnixListener::bind(&path).unwrap();
+    tokio::spawn(accept(listener, requests, |_| Ok(USER)));
+    let mut silent = Vec::new();
+    for _ in 0..OPEN_PER_USER {
+        silent.push(tokio::net::UnixStream::connect(&path).await.unwrap());
+    }
+    let mut further = tokio::net::UnixStream::connect(&path).await.unwrap();
+    let mut said = String::new();
+    further.read_to_string(&mut said).await.unwrap();
+    assert!(said.contains("too many job requests of this user"), "{said}");
 }
 
 #[tokio::test]
