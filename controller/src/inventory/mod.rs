@@ -20,7 +20,7 @@ pub mod utilization;
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use affinode_core::{
@@ -35,7 +35,7 @@ use driver_limits::DriverLimits;
 use memory::MemoryRules;
 use queries::QueryQueue;
 
-/// Time after which a query without an answer shows that NVML does not respond.
+/// Time after which a query in progress shows that NVML does not respond.
 const UNANSWERED: Duration = Duration::from_secs(5);
 
 /// A request to the thread that reads GPUs and host memory.
@@ -117,7 +117,7 @@ impl Inventory {
         let queries = Arc::new(QueryQueue::default());
         let asked = Arc::clone(&queries);
         std::thread::Builder::new().name("inventory".into()).spawn(move || {
-            while let Some(query) = asked.next() {
+            while let Some(query) = asked.next(Instant::now) {
                 let input = answer(query);
                 asked.answered();
                 tell(input);
@@ -131,11 +131,11 @@ impl Inventory {
         self.queries.push(query);
     }
 
-    /// Returns an error for the core if the oldest request has had no answer for 5 s, because a
-    /// call of NVML blocks or is very slow. Returns it once for each request. The next answer shows
-    /// that NVML responds again.
+    /// Returns an error for the core if the request in progress has had no answer for 5 s, because
+    /// a call of NVML blocks or is very slow. Returns it once for each request. The next answer
+    /// shows that NVML responds again.
     pub fn stall(&self) -> Option<String> {
-        let waited = self.queries.overdue(UNANSWERED)?;
+        let waited = self.queries.overdue(UNANSWERED, Instant::now())?;
         let seconds = waited.as_secs();
         Some(format!(
             "NVML has not answered for {seconds} s; check whether nvidia-smi answers on this node"
@@ -256,8 +256,12 @@ mod tests {
             let key = Key::parse(&"a".repeat(32)).unwrap();
             inventory.ask(InventoryQuery::Prove { key, number, with_processes: false });
         }
-        assert!(inventory.queries.overdue(Duration::ZERO).is_some());
-        assert_eq!(inventory.queries.overdue(Duration::ZERO), None, "it is reported once");
+        let overdue = || inventory.queries.overdue(Duration::ZERO, Instant::now());
+        // The thread takes the first query soon.
+        while overdue().is_none() {
+            std::thread::yield_now();
+        }
+        assert_eq!(overdue(), None, "it is reported once");
         release.send(()).unwrap();
         assert!(matches!(findings.recv(), Ok(Input::Gpus(Ok(_)))));
         release.send(()).unwrap();

@@ -1,6 +1,7 @@
 //! The queries that the thread of the inventory has not answered yet. A call of NVML can block for
-//! any time, for example while the driver resets a GPU. The actor therefore sees how long the
-//! oldest query has waited, and the list does not grow without limit: a container has at most one
+//! any time, for example while the driver resets a GPU. The actor therefore sees how long the query
+//! in progress takes. The age of a waiting query says nothing, because many queries that are each
+//! answered soon can wait for each other. The list does not grow without limit: a container has at most one
 //! query for a proof, because only the last one is still current.
 
 use std::{
@@ -20,11 +21,11 @@ pub(super) struct QueryQueue {
 
 #[derive(Debug, Default)]
 struct QueueState {
-    waiting: VecDeque<(Instant, InventoryQuery)>,
-    /// Arrival of the query that the thread executes now. `None`: it executes none.
+    waiting: VecDeque<InventoryQuery>,
+    /// Start of the query that the thread executes now. `None`: it executes none.
     in_progress: Option<Instant>,
-    /// Arrival of the query for which [`QueryQueue::overdue`] has returned the delay.
-    reported: Option<Instant>,
+    /// Whether [`QueryQueue::overdue`] has returned the delay of the query in progress.
+    is_reported: bool,
     is_closed: bool,
 }
 
@@ -34,20 +35,22 @@ impl QueryQueue {
         let mut state = self.lock();
         if let InventoryQuery::Prove { key, .. } = &query {
             state.waiting.retain(
-                |(_, other)| !matches!(other, InventoryQuery::Prove { key: of, .. } if of == key),
+                |other| !matches!(other, InventoryQuery::Prove { key: of, .. } if of == key),
             );
         }
-        state.waiting.push_back((Instant::now(), query));
+        state.waiting.push_back(query);
         self.changed.notify_one();
     }
 
-    /// Waits for the next query, which then is in progress. `None`: the queue is closed.
-    pub(super) fn next(&self) -> Option<InventoryQuery> {
+    /// Waits for the next query, which then is in progress. `None`: the queue is closed. `clock`
+    /// returns the time of its start.
+    pub(super) fn next(&self, clock: impl Fn() -> Instant) -> Option<InventoryQuery> {
         let is_idle = |state: &mut QueueState| state.waiting.is_empty() && !state.is_closed;
         let waited = self.changed.wait_while(self.lock(), is_idle);
         let mut state = waited.unwrap_or_else(PoisonError::into_inner);
-        let (arrived, query) = state.waiting.pop_front().filter(|_| !state.is_closed)?;
-        state.in_progress = Some(arrived);
+        let query = state.waiting.pop_front().filter(|_| !state.is_closed)?;
+        state.in_progress = Some(clock());
+        state.is_reported = false;
         Some(query)
     }
 
@@ -56,14 +59,14 @@ impl QueryQueue {
         self.lock().in_progress = None;
     }
 
-    /// Returns how long the oldest query has waited, if this is at least `limit`. Returns it once
-    /// for each query.
-    pub(super) fn overdue(&self, limit: Duration) -> Option<Duration> {
+    /// Returns how long the query in progress has taken until `now`, if this is at least `limit`.
+    /// Returns it once for each query.
+    pub(super) fn overdue(&self, limit: Duration, now: Instant) -> Option<Duration> {
         let mut state = self.lock();
-        let first = || state.waiting.front().map(|(arrived, _)| *arrived);
-        let oldest = state.in_progress.or_else(first)?;
-        let waited = Some(oldest.elapsed()).filter(|waited| *waited >= limit)?;
-        (state.reported.replace(oldest) != Some(oldest)).then_some(waited)
+        let taken = now.saturating_duration_since(state.in_progress?);
+        let is_new = taken >= limit && !state.is_reported;
+        state.is_reported |= is_new;
+        is_new.then_some(taken)
     }
 
     /// Makes the thread end after the query in progress.
@@ -95,30 +98,47 @@ mod tests {
         queue.push(InventoryQuery::Gpus);
         (1..1_000).for_each(|number| queue.push(proof(1, number)));
         queue.push(proof(2, 1_000));
-        let left: Vec<String> = (0..3).map(|_| format!("{:?}", queue.next().unwrap())).collect();
+        let left: Vec<String> =
+            (0..3).map(|_| format!("{:?}", queue.next(Instant::now).unwrap())).collect();
         assert_eq!(
             left,
             [InventoryQuery::Gpus, proof(1, 999), proof(2, 1_000)]
                 .map(|query| format!("{query:?}"))
         );
         queue.close();
-        assert!(queue.next().is_none());
+        assert!(queue.next(Instant::now).is_none());
     }
 
     #[test]
-    fn oldest_query_is_overdue_once() {
+    fn blocked_query_is_overdue_once() {
         let queue = QueryQueue::default();
-        assert_eq!(queue.overdue(Duration::ZERO), None);
+        let (start, limit) = (Instant::now(), Duration::from_secs(5));
+        let later = |seconds: u64| start + Duration::from_secs(seconds);
         queue.push(InventoryQuery::Gpus);
         queue.push(InventoryQuery::Gpus);
-        assert_eq!(queue.overdue(Duration::from_secs(3_600)), None);
-        assert!(queue.overdue(Duration::ZERO).is_some());
-        queue.next();
-        assert_eq!(queue.overdue(Duration::ZERO), None, "it is the same query");
+        assert_eq!(queue.overdue(limit, later(60)), None, "no call is in progress");
+        queue.next(|| start);
+        assert_eq!(queue.overdue(limit, later(4)), None);
+        assert_eq!(queue.overdue(limit, later(7)), Some(Duration::from_secs(7)));
+        assert_eq!(queue.overdue(limit, later(9)), None, "it is the same call");
         queue.answered();
-        assert!(queue.overdue(Duration::ZERO).is_some(), "the next query is overdue too");
-        queue.next();
-        queue.answered();
-        assert_eq!(queue.overdue(Duration::ZERO), None);
+        assert_eq!(queue.overdue(limit, later(9)), None);
+        queue.next(|| later(9));
+        assert_eq!(queue.overdue(limit, later(15)), Some(Duration::from_secs(6)), "the next call");
+    }
+
+    /// 200 queries that each take 50 ms are a long queue of a healthy NVML.
+    #[test]
+    fn a_long_queue_is_not_overdue() {
+        let queue = QueryQueue::default();
+        let (start, limit) = (Instant::now(), Duration::from_secs(5));
+        (0..200).for_each(|_| queue.push(InventoryQuery::Gpus));
+        for number in 0..200 {
+            let began = start + Duration::from_millis(50 * number);
+            queue.next(|| began).unwrap();
+            let now = began + Duration::from_millis(50);
+            assert_eq!(queue.overdue(limit, now), None, "query {number}");
+            queue.answered();
+        }
     }
 }
