@@ -23,6 +23,17 @@ struct GpuState {
     is_full: bool,
     /// Since when the readings contradict `is_full`. `None`: the last reading agrees with it.
     contradicted_since: Option<Duration>,
+    /// Since when no reading contains the GPU. `None`: the last reading contains it.
+    absent_since: Option<Duration>,
+}
+
+impl GpuState {
+    /// Returns whether the state of a GPU that the reading does not contain is still known. NVML can
+    /// fail to read one GPU, and `has_error` says that it did.
+    fn lasts(&mut self, now: Duration, has_error: bool) -> bool {
+        let since = *self.absent_since.get_or_insert(now);
+        has_error || now.saturating_sub(since) < SETTLE_TIME
+    }
 }
 
 /// The states of a node's GPUs, from the readings of the node's controller.
@@ -36,24 +47,29 @@ pub struct FullGpus {
 
 impl FullGpus {
     /// Records a reading at the time `now` on a monotonic clock. Returns the UUIDs of the GPUs that
-    /// are full now. A GPU that the reading does not contain is not full. The first reading counts at
-    /// once, and later ones after [`SETTLE_TIME`].
-    pub fn update(&mut self, now: Duration, reading: &[Gpu]) -> BTreeSet<String> {
+    /// are full now. A GPU that the reading does not contain keeps its state for [`SETTLE_TIME`], or
+    /// as long as `has_error` says that a GPU could not be read. The first reading counts at once,
+    /// and later ones after [`SETTLE_TIME`].
+    pub fn update(&mut self, now: Duration, reading: &[Gpu], has_error: bool) -> BTreeSet<String> {
         let is_first = !std::mem::replace(&mut self.has_reading, true);
-        self.gpus.retain(|uuid, _| reading.iter().any(|gpu| gpu.uuid == *uuid));
-        for gpu in reading {
+        // A GPU without a size was not read.
+        let read = || reading.iter().filter(|gpu| gpu.vram_total_bytes > 0);
+        self.gpus.retain(|uuid, state| {
+            read().any(|gpu| gpu.uuid == *uuid) || state.lasts(now, has_error)
+        });
+        for gpu in read() {
             let state = self.gpus.entry(gpu.uuid.clone()).or_default();
+            state.absent_since = None;
             let limit_percent = if state.is_full { FREE_PERCENT } else { FULL_PERCENT };
-            let is_above = gpu.vram_total_bytes > 0
-                && u128::from(gpu.vram_unmovable_bytes) * 100
-                    >= u128::from(gpu.vram_total_bytes) * u128::from(limit_percent);
+            let is_above = u128::from(gpu.vram_unmovable_bytes) * 100
+                >= u128::from(gpu.vram_total_bytes) * u128::from(limit_percent);
             if is_above == state.is_full {
                 state.contradicted_since = None;
                 continue;
             }
             let since = *state.contradicted_since.get_or_insert(now);
             if is_first || now.saturating_sub(since) >= SETTLE_TIME {
-                *state = GpuState { is_full: is_above, contradicted_since: None };
+                *state = GpuState { is_full: is_above, ..GpuState::default() };
             }
         }
         let full = self.gpus.iter().filter(|(_, state)| state.is_full);
@@ -80,9 +96,9 @@ mod tests {
     /// each of them.
     fn states(readings: &[(u64, u64)]) -> Vec<bool> {
         let mut full = FullGpus::default();
-        assert!(full.update(Duration::ZERO, &[]).is_empty());
+        assert!(full.update(Duration::ZERO, &[], false).is_empty());
         let after = |(seconds, unmovable): &(u64, u64)| {
-            full.update(Duration::from_secs(*seconds), &reading(*unmovable)).contains(GPU)
+            full.update(Duration::from_secs(*seconds), &reading(*unmovable), false).contains(GPU)
         };
         readings.iter().map(after).collect()
     }
@@ -109,9 +125,10 @@ mod tests {
     #[test]
     fn first_reading_counts_at_once() {
         let mut full = FullGpus::default();
-        assert!(full.update(Duration::ZERO, &reading(90)).contains(GPU));
-        let after =
-            |full: &mut FullGpus, seconds| full.update(Duration::from_secs(seconds), &reading(0));
+        assert!(full.update(Duration::ZERO, &reading(90), false).contains(GPU));
+        let after = |full: &mut FullGpus, seconds| {
+            full.update(Duration::from_secs(seconds), &reading(0), false)
+        };
         assert!(after(&mut full, 1).contains(GPU));
         assert!(after(&mut full, 31).is_empty());
     }
@@ -119,8 +136,18 @@ mod tests {
     #[test]
     fn gpu_without_a_reading_is_not_full() {
         let mut full = FullGpus::default();
-        full.update(Duration::ZERO, &reading(100));
-        assert!(full.update(Duration::from_secs(31), &[]).is_empty());
-        assert!(full.update(Duration::from_secs(32), &reading(100)).is_empty(), "it begins again");
+        let mut update = |seconds, reading: &[Gpu], has_error| {
+            !full.update(Duration::from_secs(seconds), reading, has_error).is_empty()
+        };
+        let none = &[];
+        assert!(update(0, &reading(100), false));
+        // NVML could not read the GPU once.
+        assert!(update(10, none, false) && update(15, &reading(100), false));
+        assert!(update(20, none, true) && update(90, none, true), "it cannot be read");
+        assert!(update(91, &reading(100), false));
+        let unread = [Gpu { uuid: GPU.into(), ..Gpu::default() }];
+        assert!(update(92, &unread, false) && update(121, none, false));
+        assert!(!update(122, none, false), "there is no controller");
+        assert!(!update(123, &reading(100), false), "it begins again");
     }
 }

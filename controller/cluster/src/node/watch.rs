@@ -179,7 +179,7 @@ impl ControllerWatch {
     /// Determines the conditions of the GPUs from a reading, and sends a change.
     fn judge_gpus(&mut self, reading: &ListResponse) {
         let now = self.started.elapsed();
-        let full = self.full_gpus.update(now, &reading.gpus);
+        let full = self.full_gpus.update(now, &reading.gpus, !reading.gpu_error.is_empty());
         let judged = GpuConditions { full, loads: self.loads.update(now, reading) };
         self.conditions.send_if_modified(|known| {
             let known_full = known.as_ref().map(|known| &known.full);
