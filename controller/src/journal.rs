@@ -2,23 +2,32 @@
 //! writes a record before a destructive step. The next controller can then determine the VRAM that
 //! each process needs for its restore. Processes do not outlive a reboot, so a tmpfs is sufficient.
 //!
+//! The tmpfs can be full when a restore begins. So each record has a spare file next to it, whose
+//! space is reserved while the container is offloaded. The next record is written into the spare
+//! file, and the two files exchange their names.
+//!
 //! ```text
 //! affinode-journal 1 <sha256 of the rest, hex>
 //! {"step":"checkpoint","processes":[…]}
 //! ```
 
 use std::{
-    fs, io,
+    fs::{self, File},
+    io,
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
 
 use affinode_core::{Key, Record};
+use rustix::fs::{CWD, FallocateFlags, RenameFlags};
 use sha2::{Digest, Sha256};
 
 const TITLE: &str = "affinode-journal 1";
 /// Maximum size of a journal record in bytes. A record with the maximum number of processes is far
 /// smaller.
 const MAX_BYTES: u64 = 1 << 20;
+/// Size to which the space of a spare file is rounded up, in bytes: a page of the tmpfs.
+const PAGE_BYTES: u64 = 4096;
 
 /// Result of reading the journal: valid records, and the fault of each invalid record.
 pub type Found = (Vec<(Key, Record)>, Vec<String>);
@@ -36,20 +45,65 @@ impl Journal {
     /// The folder cannot be created.
     pub fn open(folder: &Path) -> io::Result<Journal> {
         fs::create_dir_all(folder)?;
-        Ok(Journal { folder: folder.to_owned() })
+        let journal = Journal { folder: folder.to_owned() };
+        journal.complete()?;
+        Ok(journal)
+    }
+
+    /// Completes what a controller that ended left: removes spare files without a record, and
+    /// reserves missing spare files.
+    fn complete(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.folder)?.flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if let Ok(key) = Key::parse(&name) {
+                self.reserve(&key, entry.metadata().map_or(0, |file| file.len()));
+            } else if let Some(Ok(key)) = name.strip_prefix('.').map(Key::parse)
+                && !self.record(&key).exists()
+            {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
+        Ok(())
+    }
+
+    fn record(&self, key: &Key) -> PathBuf {
+        self.folder.join(key.as_str())
+    }
+
+    fn spare(&self, key: &Key) -> PathBuf {
+        self.folder.join(format!(".{key}"))
+    }
+
+    /// Reserves space for a record that is up to twice as large as one of this size. Without it, the
+    /// next record can only be written if the file system has free space then.
+    fn reserve(&self, key: &Key, record_bytes: u64) {
+        let bytes = (2 * record_bytes).next_multiple_of(PAGE_BYTES).min(MAX_BYTES);
+        let reserved = open(&self.spare(key)).and_then(|spare| {
+            Ok(rustix::fs::fallocate(&spare, FallocateFlags::empty(), 0, bytes)?)
+        });
+        if let Err(error) = reserved {
+            tracing::debug!(%key, %error, "container {key}: cannot reserve space for the next journal record");
+        }
     }
 
     /// Writes the record of a container. A reader sees the old record or the new record, never a
-    /// part.
+    /// part. If the container has a record already, this needs no further space.
     ///
     /// # Errors
     /// The file cannot be written.
     pub fn write(&self, key: &Key, record: &Record) -> io::Result<()> {
         let body = serde_json::to_string(record)?;
         let text = format!("{TITLE} {}\n{body}", digest(&body));
-        let temporary = self.folder.join(format!(".{key}"));
-        fs::write(&temporary, text)?;
-        fs::rename(&temporary, self.folder.join(key.as_str()))
+        let (record, spare) = (self.record(key), self.spare(key));
+        let file = open(&spare)?;
+        file.write_all_at(text.as_bytes(), 0)?;
+        file.set_len(text.len() as u64)?;
+        // The earlier record becomes the spare file, so its space stays reserved.
+        if rustix::fs::renameat_with(CWD, &spare, CWD, &record, RenameFlags::EXCHANGE).is_err() {
+            fs::rename(&spare, &record)?;
+        }
+        self.reserve(key, text.len() as u64);
+        Ok(())
     }
 
     /// Removes the record of a container, if there is one.
@@ -57,10 +111,14 @@ impl Journal {
     /// # Errors
     /// The file cannot be removed.
     pub fn remove(&self, key: &Key) -> io::Result<()> {
-        match fs::remove_file(self.folder.join(key.as_str())) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
-            _ => Ok(()),
+        // The record goes first: a spare file without a record means nothing.
+        for file in [self.record(key), self.spare(key)] {
+            match fs::remove_file(file) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
         }
+        Ok(())
     }
 
     /// Reads every record of the journal. Also returns the fault of each record that cannot be
@@ -117,6 +175,11 @@ impl UnclaimedEntry {
         });
         useless
     }
+}
+
+/// Opens a file for writing, and keeps its content and its space.
+fn open(path: &Path) -> io::Result<File> {
+    File::options().create(true).truncate(false).write(true).open(path)
 }
 
 fn digest(body: &str) -> String {
@@ -196,5 +259,67 @@ mod tests {
         journal.remove(&key).unwrap();
         journal.remove(&key).unwrap();
         assert!(journal.read_all().unwrap().1.is_empty());
+    }
+
+    fn record_of(step: JournalStep, to: Option<String>) -> Record {
+        let offloaded = vec![DeviceBytes { uuid: "GPU-1".into(), bytes: 5 }];
+        let process = RecordedProcess { pid: 7, start_ticks: 9, offloaded, to };
+        Record { step, processes: vec![process; 4] }
+    }
+
+    /// A file system is full when a container must be restored. The record of the restore must be
+    /// written nevertheless: without it, the next controller could promise the VRAM again.
+    #[test]
+    fn a_full_file_system_takes_the_next_record() {
+        let folder = tempfile::tempdir().unwrap();
+        let mount = std::process::Command::new("mount")
+            .args(["-t", "tmpfs", "-o", "size=64k", "none"])
+            .arg(folder.path())
+            .stderr(std::process::Stdio::null())
+            .status();
+        if !mount.is_ok_and(|status| status.success()) {
+            // Only root can mount the small file system.
+            return;
+        }
+        let journal = Journal::open(&folder.path().join("journal")).unwrap();
+        let key = Key::parse(&"a".repeat(32)).unwrap();
+        let other = Key::parse(&"b".repeat(32)).unwrap();
+        journal.write(&key, &record_of(JournalStep::Checkpoint, None)).unwrap();
+        let filled = fs::write(folder.path().join("filler"), vec![0; 1 << 17]);
+        let refused = journal.write(&other, &record_of(JournalStep::Checkpoint, None));
+        let restore = record_of(JournalStep::Restore, Some("GPU-2".into()));
+        let written = [(); 3].map(|()| journal.write(&key, &restore).is_ok());
+        let read = journal.read_all().unwrap();
+        std::process::Command::new("umount").arg(folder.path()).status().unwrap();
+        assert!(filled.is_err() && refused.is_err(), "the file system is full");
+        assert_eq!(written, [true; 3]);
+        assert_eq!(read, (vec![(key, restore)], Vec::new()));
+    }
+
+    #[test]
+    fn only_records_have_spare_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let names = || {
+            let entries = fs::read_dir(folder.path()).unwrap().flatten();
+            let mut names: Vec<_> =
+                entries.map(|entry| entry.file_name().into_string().unwrap()).collect();
+            names.sort();
+            names
+        };
+        let journal = Journal::open(folder.path()).unwrap();
+        let [key, other] = ["a", "b"].map(|name| Key::parse(&name.repeat(32)).unwrap());
+        let record = record_of(JournalStep::Checkpoint, None);
+        journal.write(&key, &record).unwrap();
+        journal.write(&key, &record).unwrap();
+        let both = [format!(".{key}"), key.to_string()];
+        assert_eq!(names(), both);
+        // A controller was killed while it wrote a first record, and after it had written another.
+        fs::write(folder.path().join(format!(".{other}")), "affinode-jour").unwrap();
+        fs::remove_file(folder.path().join(format!(".{key}"))).unwrap();
+        let journal = Journal::open(folder.path()).unwrap();
+        assert_eq!(names(), both);
+        assert_eq!(journal.read_all().unwrap().0.len(), 1);
+        journal.remove(&key).unwrap();
+        assert!(names().is_empty());
     }
 }

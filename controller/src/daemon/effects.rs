@@ -4,9 +4,12 @@
 use affinode_core::{
     Effect, Input, Key, ProcessId, Record, copy_watch::TurnBackCause, input::Identity,
 };
-use affinode_proto::wire::{
-    copier::CopierOrder,
-    message::{Action, ControllerMessage},
+use affinode_proto::{
+    paths,
+    wire::{
+        copier::CopierOrder,
+        message::{Action, ControllerMessage},
+    },
 };
 
 use super::{actor::NodeActor, copiers, host_pool, vram};
@@ -106,9 +109,11 @@ fn write_journal(actor: &NodeActor, key: &Key, record: Option<&Record>) {
         None => actor.journal.remove(key),
     };
     if let Err(error) = written {
-        tracing::error!(%key, %error, "container {key}: cannot update its journal record. \
-                                       After a restart, the controller must estimate \
-                                       how much memory is offloaded");
+        let folder = actor.run_dir.join(paths::JOURNAL_DIR);
+        tracing::error!(%key, %error, "container {key}: cannot update its journal record in {}. If \
+                                       this controller ends now, the next one estimates how much \
+                                       memory is offloaded, and may promise VRAM twice. Free space \
+                                       in the file system of this folder", folder.display());
     }
 }
 
