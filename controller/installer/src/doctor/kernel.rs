@@ -30,7 +30,12 @@ pub struct KernelFacts {
     /// Whether MADV_WIPEONFORK works. With it, the library in a forked child process detects that
     /// the child has not registered with the controller.
     pub wipe_on_fork: bool,
+    /// Whether SELinux is in enforcing mode.
+    pub selinux_enforces: bool,
 }
+
+/// File of the kernel with the mode of SELinux: 1 is enforcing. It does not exist without SELinux.
+const SELINUX_MODE: &str = "/sys/fs/selinux/enforce";
 
 impl KernelFacts {
     /// Tests each feature with one system call.
@@ -47,6 +52,8 @@ impl KernelFacts {
                 .is_ok(),
             seals: seals_hold(),
             wipe_on_fork: sys::wipe_on_fork_works(),
+            selinux_enforces: std::fs::read_to_string(SELINUX_MODE)
+                .is_ok_and(|mode| mode.trim() == "1"),
         }
     }
 }
@@ -96,6 +103,12 @@ pub fn judge(facts: &KernelFacts) -> Vec<DoctorCheck> {
                     it, each CUDA call takes about 15 ns longer";
         group.warning("membarrier", "the system call does not work", hint);
     }
+    if facts.selinux_enforces {
+        let hint = "if containers run unmanaged, look for denials with ausearch -m avc, and label the library and /run/affinode/containers as container_file_t (docs/compatibility.md)";
+        group.warning("SELinux", "enforcing, which was not tested with Affinode", hint);
+    } else {
+        group.good("SELinux", "not enforcing");
+    }
     group.checks
 }
 
@@ -112,6 +125,7 @@ mod tests {
             pidfd: true,
             seals: true,
             wipe_on_fork: true,
+            selinux_enforces: false,
         }
     }
 
@@ -122,14 +136,17 @@ mod tests {
     #[test]
     fn each_lack_is_judged_by_what_it_costs() {
         use CheckVerdict::{Bad, Good, Warning};
-        assert_eq!(verdicts(&good()), [Good, Good, Good]);
-        assert_eq!(verdicts(&KernelFacts { uid: 1000, ..good() }), [Bad, Good, Good]);
+        assert_eq!(verdicts(&good()), [Good, Good, Good, Good]);
+        assert_eq!(verdicts(&KernelFacts { uid: 1000, ..good() }), [Bad, Good, Good, Good]);
         assert_eq!(
             verdicts(&KernelFacts { whole_machine: false, ..good() }),
-            [Warning, Good, Good]
+            [Warning, Good, Good, Good]
         );
-        assert_eq!(verdicts(&KernelFacts { pidfd: false, ..good() }), [Good, Bad, Good]);
-        assert_eq!(verdicts(&KernelFacts { membarrier: false, ..good() }), [Good, Good, Warning]);
+        assert_eq!(verdicts(&KernelFacts { pidfd: false, ..good() }), [Good, Bad, Good, Good]);
+        let slow = KernelFacts { membarrier: false, ..good() };
+        assert_eq!(verdicts(&slow), [Good, Good, Warning, Good]);
+        let enforcing = KernelFacts { selinux_enforces: true, ..good() };
+        assert_eq!(verdicts(&enforcing), [Good, Good, Good, Warning]);
     }
 
     /// The kernel that runs the tests has pidfd_open, sealed memfds and MADV_WIPEONFORK, because

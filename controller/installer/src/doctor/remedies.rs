@@ -79,6 +79,10 @@ checks! {
         "The system call `membarrier(PRIVATE_EXPEDITED)` should be usable, because it makes CUDA calls cheaper.",
         "The kernel is older than 4.14, or a sandbox forbids the system call. Affinode works without it, but each CUDA call then takes about 15 ns longer.",
         "Use Linux 4.14 or newer, or allow the system call in the sandbox. No action is needed if 15 ns per call do not matter.";
+    "machine", "SELinux":
+        "SELinux should not be in enforcing mode, because this was not tested with Affinode.",
+        "The file `/sys/fs/selinux/enforce` contains 1. A confined container may then not read the library or connect to the controller, and runs unmanaged.",
+        "If containers run unmanaged, look for denials with `ausearch -m avc`, and give the library's folder and `/run/affinode/containers` the type `container_file_t`. The page Compatibility shows what to expect.";
     "memory", "cgroups":
         "The memory limits of containers must be readable, because offloaded memory is charged to the container.",
         "No cgroup hierarchy with the memory controller is mounted at `/sys/fs/cgroup`.",
