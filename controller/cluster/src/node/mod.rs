@@ -29,6 +29,7 @@ mod gpu_sharing;
 pub mod host;
 mod idle_gpus;
 mod idle_label;
+mod last_install;
 mod node_events;
 pub mod node_labels;
 mod pod_condition;
@@ -62,6 +63,7 @@ use self::{
     gpu_sharing::GpuSharing,
     host::{HandlerState, HostError, HostPaths},
     idle_label::IdleLabel,
+    last_install::LastInstall,
     node_events::NodeEvents,
     node_labels::{
         AGENT, CERTIFICATE, EXCLUDED, NOT_RETIRED, NodeLabels, OFFER_GPUS, READY, RETIRE,
@@ -200,9 +202,7 @@ async fn serve(options: &NodeOptions, mut stop: StopSignal) -> Result<(), Servic
         shown,
         may_offer: true,
         checked: false,
-        label_kept: false,
-        plan: Vec::new(),
-        overwritten: None,
+        last: LastInstall::default(),
         controller_fails: false,
         said: None,
         bad_config: None,
@@ -239,14 +239,7 @@ struct NodeAgent<'a> {
     may_offer: bool,
     /// Whether the installed files are known to be the files of this image.
     checked: bool,
-    /// Whether the node keeps its label although an installation failed, because pods of the
-    /// runtime run and the installation restarts the kubelet.
-    label_kept: bool,
-    /// Steps of the last planned installation.
-    plan: Vec<String>,
-    /// Steps of an installation after which another program wrote containerd's file anew, and the
-    /// error. The same steps would restart containerd again, to no effect.
-    overwritten: Option<(Vec<String>, String)>,
+    last: LastInstall,
     /// Whether the controller of the node fails at each start.
     controller_fails: bool,
     said: Option<String>,
@@ -397,9 +390,7 @@ impl NodeAgent<'_> {
     ) -> kube::Result<String> {
         self.checked = false;
         let why = error_chain::chain(error);
-        if host::is_overwritten(error) {
-            self.overwritten = Some((self.plan.clone(), why.clone()));
-        }
+        self.last.failed(error, &why);
         tracing::error!("node: cannot install Affinode: {why}");
         self.metrics.now(InstallState::Failed);
         Ok(match self.keeps_serving(was_labelled).await? {
@@ -412,16 +403,16 @@ impl NodeAgent<'_> {
     /// Returns whether containerd still serves an earlier installation after an installation has
     /// failed. If it does, the node keeps its label, so that pods can use its GPUs.
     async fn keeps_serving(&self, labelled: bool) -> kube::Result<bool> {
-        let serves = match self.options.places.status().await {
-            Ok(handler) => handler.serves(),
+        let (serves, has_pods) = match self.options.places.state().await {
+            Ok(host) => (host.handler.serves(), host.running_shims > 0),
             // The state is unknown, so the label stays as it is.
-            Err(_) => labelled,
+            Err(_) => (labelled, true),
         };
         self.metrics.serves(serves);
         self.offer(serves);
         // The installation may have removed the label. If it restarted the kubelet, the kubelet may
         // still be starting, and would end running pods without the label.
-        self.node_labels.serve(serves || self.label_kept).await?;
+        self.node_labels.serve(serves || self.last.label_kept && has_pods).await?;
         Ok(serves)
     }
 
@@ -438,14 +429,8 @@ impl NodeAgent<'_> {
         }
         if !self.checked {
             let plan = places.plan().await?;
-            if let Some((steps, why)) =
-                self.overwritten.as_ref().filter(|(steps, _)| *steps == plan)
-            {
-                tracing::debug!("node: {} steps are not repeated", steps.len());
-                return Err(HostError::Refused(why.clone()).into());
-            }
             if !plan.is_empty() {
-                self.plan.clone_from(&plan);
+                self.last.plan(&plan)?;
                 let limited = matches!(handler, HandlerState::Missing | HandlerState::Outdated);
                 if limited && !self.slots.take().await? {
                     return Err(NodeTrouble::NoSlot { serves: handler.serves() });
@@ -457,6 +442,7 @@ impl NodeAgent<'_> {
                 handler = places.status().await?;
             }
             self.slots.release().await?;
+            self.last.label_kept = false;
             self.checked = true;
         }
         match handler {
@@ -480,13 +466,13 @@ impl NodeAgent<'_> {
         running_shims: usize,
         labelled: &mut bool,
     ) -> kube::Result<()> {
-        self.label_kept = host::may_restart_kubelet(plan) && (*labelled || running_shims > 0);
-        if !self.label_kept {
+        self.last.label_kept = host::may_restart_kubelet(plan) && (*labelled || running_shims > 0);
+        if !self.last.label_kept {
             self.serve(false, *labelled).await?;
         } else if !*labelled {
             self.node_labels.serve(true).await?;
         }
-        *labelled = self.label_kept;
+        *labelled = self.last.label_kept;
         Ok(())
     }
 

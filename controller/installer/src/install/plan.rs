@@ -61,6 +61,16 @@ pub struct HandlerPlan {
 }
 
 impl HandlerPlan {
+    /// Plans to record a handler that containerd's configuration already contains.
+    fn adopt(&mut self, name: &str, node: &ContainerdNode, cdi: bool) {
+        let files = node.naming(name);
+        let newest = files.iter().map(|file| written(file)).max().unwrap_or(UNIX_EPOCH);
+        self.restarts = !node.runs_since(newest);
+        let path = files.last().cloned().unwrap_or_else(|| node.config_file());
+        self.adopted = Some(path.clone());
+        self.block = Some(AddedBlock::of(name, path, node, cdi));
+    }
+
     /// Returns whether containerd's files are as they were before the change.
     pub fn is_undone(&self) -> bool {
         self.edit.as_ref().is_none_or(ConfigEdit::is_undone)
@@ -111,12 +121,7 @@ pub fn install(
         adopted: None,
     };
     if stays && plan.block.is_none() {
-        let files = node.naming(&spec.name);
-        plan.restarts =
-            !node.runs_since(files.iter().map(|file| written(file)).max().unwrap_or(UNIX_EPOCH));
-        let path = files.last().cloned().unwrap_or_else(|| node.config_file());
-        plan.adopted = Some(path.clone());
-        plan.block = Some(AddedBlock::of(&spec.name, path, node, cdi));
+        plan.adopt(&spec.name, node, cdi);
     } else if stays {
         plan.restarts = older.is_some_and(|older| !older.settled);
     }
