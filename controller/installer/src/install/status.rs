@@ -156,7 +156,7 @@ pub fn status(options: &InstallOptions) -> Result<Option<InstallStatus>, Install
     }))
 }
 
-fn judge(
+pub(super) fn judge(
     options: &InstallOptions,
     record: &InstallRecord,
     added: &AddedBlock,
@@ -184,6 +184,8 @@ fn judge(
                 false => HandlerState::RestartNeeded,
             }
         }
+        // An operator wrote the handler, and another installation would not change it.
+        HandlerVerdict::Differs if node.managed().is_some() => HandlerState::Served,
         HandlerVerdict::Differs => HandlerState::Outdated,
         // No shim runs, so the handlers with earlier names can be removed now.
         HandlerVerdict::Same if !record.former.is_empty() && running_shims == 0 => {

@@ -344,8 +344,8 @@ fn docker_stays_if_containerd_cannot_be_changed() {
     assert!(!file.exists() && machine.record().is_none());
 }
 
-/// dockerd is stopped, and another process (systemd) listens at its socket. A connection would start
-/// dockerd and its containers.
+/// dockerd is stopped, and another process (systemd) listens at its socket. A connection would
+/// start dockerd and its containers.
 #[test]
 fn a_stopped_dockerd_is_not_started() {
     if crate::doctor::containerd::process_runs(&["dockerd"]) {
@@ -394,8 +394,8 @@ fn default_handler_is_not_removed() {
     assert!(handler::handler_of(&machine.config().parse().unwrap(), HANDLER).is_none());
 }
 
-/// k0s writes containerd's file anew at each start. The installation must not edit the file, and must
-/// accept the handler that an operator adds to k0s's own files.
+/// k0s writes containerd's file anew at each start. The installation must not edit the file, and
+/// must accept the handler that an operator adds to k0s's own files.
 #[test]
 fn managed_file_is_not_edited() {
     let machine = Machine::new();
@@ -416,6 +416,10 @@ fn managed_file_is_not_edited() {
     machine.install("one").unwrap();
     assert_eq!((machine.config(), shim.exists()), (by_hand, true));
     assert!(machine.install("one").unwrap().is_empty(), "nothing is left to do");
+    let record = machine.record().unwrap();
+    let added = record.block.as_ref().unwrap();
+    let state = status::judge(&machine.options(), &record, added, &machine.containerd(), 0);
+    assert_ne!(state, HandlerState::Outdated, "another installation would not change it");
     let error = machine.uninstall().unwrap_err();
     assert!(matches!(error, InstallError::Node(NodeError::Managed { .. })), "{error}");
     assert!(shim.exists(), "containerd still has the handler");
@@ -424,8 +428,8 @@ fn managed_file_is_not_edited() {
     assert!(!shim.exists());
 }
 
-/// Another program writes containerd's file anew at the restart. Its content must stay, and the error
-/// must not say that containerd did not start.
+/// Another program writes containerd's file anew at the restart. Its content must stay, and the
+/// error must not say that containerd did not start.
 #[test]
 fn overwritten_file_is_left_as_it_is() {
     let machine = Machine::new();
