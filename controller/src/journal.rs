@@ -74,8 +74,8 @@ impl Journal {
         self.folder.join(format!(".{key}"))
     }
 
-    /// Reserves space for a record that is up to twice as large as one of this size. Without it, the
-    /// next record can only be written if the file system has free space then.
+    /// Reserves space for a record that is up to twice as large as one of this size. Without it,
+    /// the next record can only be written if the file system has free space then.
     fn reserve(&self, key: &Key, record_bytes: u64) {
         let bytes = (2 * record_bytes).next_multiple_of(PAGE_BYTES).min(MAX_BYTES);
         let reserved = open(&self.spare(key)).and_then(|spare| {

@@ -93,8 +93,8 @@ impl Announcer {
         let _ = self.orders.send(AnnounceOrder::Remove(key));
     }
 
-    /// Ends the task once its queued announcements and withdrawals are done, or after `patience`. If
-    /// the controller does not reply in this time, the folders of ended containers are removed
+    /// Ends the task once its queued announcements and withdrawals are done, or after `patience`.
+    /// If the controller does not reply in this time, the folders of ended containers are removed
     /// nevertheless, because no other process would remove them.
     pub async fn finish(self, patience: Duration) {
         let ended = std::mem::take(&mut self.folders().ended);

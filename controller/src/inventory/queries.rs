@@ -1,8 +1,8 @@
 //! The queries that the thread of the inventory has not answered yet. A call of NVML can block for
 //! any time, for example while the driver resets a GPU. The actor therefore sees how long the query
 //! in progress takes. The age of a waiting query says nothing, because many queries that are each
-//! answered soon can wait for each other. The list does not grow without limit: a container has at most one
-//! query for a proof, because only the last one is still current.
+//! answered soon can wait for each other. The list does not grow without limit: a container has at
+//! most one query for a proof, because only the last one is still current.
 
 use std::{
     collections::VecDeque,

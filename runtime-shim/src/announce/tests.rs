@@ -235,8 +235,8 @@ fn without_time_only_the_folder_is_removed() {
     assert!(!folder.exists());
 }
 
-/// The controller accepts connections and is silent. A shim that ends must remove the folders of its
-/// ended containers, and no others.
+/// The controller accepts connections and is silent. A shim that ends must remove the folders of
+/// its ended containers, and no others.
 #[tokio::test]
 async fn silent_controller_leaves_no_folder() {
     let node = Node::new();

@@ -28,8 +28,8 @@ struct GpuState {
 }
 
 impl GpuState {
-    /// Returns whether the state of a GPU that the reading does not contain is still known. NVML can
-    /// fail to read one GPU, and `has_error` says that it did.
+    /// Returns whether the state of a GPU that the reading does not contain is still known. NVML
+    /// can fail to read one GPU, and `has_error` says that it did.
     fn lasts(&mut self, now: Duration, has_error: bool) -> bool {
         let since = *self.absent_since.get_or_insert(now);
         has_error || now.saturating_sub(since) < SETTLE_TIME
@@ -47,9 +47,9 @@ pub struct FullGpus {
 
 impl FullGpus {
     /// Records a reading at the time `now` on a monotonic clock. Returns the UUIDs of the GPUs that
-    /// are full now. A GPU that the reading does not contain keeps its state for [`SETTLE_TIME`], or
-    /// as long as `has_error` says that a GPU could not be read. The first reading counts at once,
-    /// and later ones after [`SETTLE_TIME`].
+    /// are full now. A GPU that the reading does not contain keeps its state for [`SETTLE_TIME`],
+    /// or as long as `has_error` says that a GPU could not be read. The first reading counts at
+    /// once, and later ones after [`SETTLE_TIME`].
     pub fn update(&mut self, now: Duration, reading: &[Gpu], has_error: bool) -> BTreeSet<String> {
         let is_first = !std::mem::replace(&mut self.has_reading, true);
         // A GPU without a size was not read.

@@ -235,8 +235,8 @@ fn a_failed_upgrade_keeps_the_label() {
     assert_eq!(agent.api.label(RUNTIME), "true", "pods still come to it");
 }
 
-/// Another program writes containerd's file anew at each restart. A further restart has no effect, so
-/// the agent must not repeat it until something has changed.
+/// Another program writes containerd's file anew at each restart. A further restart has no effect,
+/// so the agent must not repeat it until something has changed.
 #[test]
 fn a_lost_edit_is_not_repeated() {
     let agent = Agent::start(json!({}), &["managed"], &[]);
@@ -268,8 +268,8 @@ fn a_failed_installation_has_no_label() {
     assert!(agent.api.label(RUNTIME).is_null());
 }
 
-/// k3s and others run the kubelet in the unit that an installation restarts. A starting kubelet ends
-/// pods whose node selector names a label that the node lacks. So the node must have the label
+/// k3s and others run the kubelet in the unit that an installation restarts. A starting kubelet
+/// ends pods whose node selector names a label that the node lacks. So the node must have the label
 /// during the restart if such pods run, also after a failed installation.
 #[test]
 fn label_stays_while_the_kubelet_restarts() {

@@ -1,6 +1,6 @@
 //! Tells processes of the machine from processes that only look like them. Any user can start a
-//! program whose command line names Affinode's, and a container can have a program at the same path.
-//! Such processes must not prevent an uninstallation, and must get no signal.
+//! program whose command line names Affinode's, and a container can have a program at the same
+//! path. Such processes must not prevent an uninstallation, and must get no signal.
 
 use std::{
     fs, io,
@@ -75,8 +75,8 @@ impl HostProcess {
     }
 }
 
-/// Returns whether a process with this content of /proc/PID/status has this real user, and no pid in
-/// another namespace.
+/// Returns whether a process with this content of /proc/PID/status has this real user, and no pid
+/// in another namespace.
 fn is_of(status: &str, user: u32) -> bool {
     let numbers = |field: &str| {
         let line = status.lines().find_map(|line| line.strip_prefix(field));

@@ -8,8 +8,8 @@
 //! | another handler with Affinode's program | removes that handler from every file and adds the wanted handler |
 //! | a handler with another program | fails |
 //!
-//! If a distribution writes containerd's files itself (k0s, MicroK8s), the installation does not edit
-//! them. It uses a handler that an operator has added, and fails if there is none.
+//! If a distribution writes containerd's files itself (k0s, MicroK8s), the installation does not
+//! edit them. It uses a handler that an operator has added, and fails if there is none.
 //!
 //! A handler of an earlier `--runtime-name` is kept while a shim runs, because containerd needs
 //! this handler to restart a container of a running pod.

@@ -45,8 +45,8 @@ pub fn is_template(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "tmpl")
 }
 
-/// A distribution that writes containerd's file anew at each start, from files that the installation
-/// does not edit. How these files are merged was not tested.
+/// A distribution that writes containerd's file anew at each start, from files that the
+/// installation does not edit. How these files are merged was not tested.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ManagedConfig {
     /// Name of the distribution.

@@ -47,8 +47,8 @@ pub struct DockerDaemon {
 
 impl DockerDaemon {
     /// Finds the dockerd that listens at a socket, like [`DockerDaemon::find`], but only if a
-    /// dockerd runs already. If none runs, systemd may hold the socket, and a connection would start
-    /// dockerd and its containers.
+    /// dockerd runs already. If none runs, systemd may hold the socket, and a connection would
+    /// start dockerd and its containers.
     ///
     /// # Errors
     /// [`DockerError`]: there is no dockerd, or it does not support shims as runtimes.

@@ -47,7 +47,8 @@ fn parse(said: &str) -> UnitActivity {
     UnitActivity {
         // A unit whose process has ended is "activating" until systemd starts it again.
         active: matches!(value("ActiveState"), "active" | "activating" | "reloading"),
-        // A unit that a crash or a new program has restarted once is "activating" only for a moment.
+        // A unit that a crash or a new program has restarted once is "activating" only for a
+        // moment.
         failing: value("ActiveState") == "activating"
             && value("NRestarts").parse::<u32>().is_ok_and(|count| count >= FAILED_STARTS),
         enabled: value("UnitFileState").starts_with("enabled"),
