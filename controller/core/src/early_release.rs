@@ -82,15 +82,17 @@ pub(super) fn is_releasing(node: &NodeState, key: &Key) -> bool {
 }
 
 /// Whether a container fits if VRAM that other containers are freeing counts as free. Always false if
-/// none is being freed, or if the container cannot wait for it. The other parameters and rules are
-/// those of [`needs::fits`].
+/// none is being freed, or if the container cannot wait for it. `want`: the waiting allocation in
+/// `needs`, which cannot wait for it. The other parameters and rules are those of [`needs::fits`].
 pub(super) fn fits(
     node: &NodeState,
     key: &Key,
     needs: &[DeviceBytes],
+    want: Option<(ProcessId, u64)>,
     margin: fn(u64) -> u64,
 ) -> bool {
     is_in_progress(node)
+        && want.is_none()
         && may_await(node, key)
         && needs::fits_in(node, key, needs, &samples_for(node, key), margin)
 }
@@ -102,7 +104,7 @@ pub(super) fn may_await(node: &NodeState, key: &Key) -> bool {
         Phase::CopiedOut => p.can(Capabilities::RELEASES_EARLY),
         phase => !phase.is_offloaded(),
     };
-    node.alloc_wait_of(key).is_none() && node.registry.processes.of(key).all(|(_, p)| may(p))
+    node.registry.processes.of(key).all(|(_, p)| may(p))
 }
 
 /// The GPUs' last samples, in which VRAM that other containers are freeing counts as free.

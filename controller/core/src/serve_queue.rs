@@ -130,8 +130,8 @@ fn serving_order(node: &mut NodeState, taken: &BTreeSet<String>) -> Vec<Key> {
 /// prevent this.
 fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
     let known = knows_gpus(node);
-    let want = needs::alloc_wait_beside_restore(node, &key);
-    let needs = needs::needs_with(node, &key, want);
+    let mut want = needs::alloc_wait_beside_restore(node, &key);
+    let mut needs = needs::needs_with(node, &key, want);
     // A waiter for a GPU that was not read cannot be served, and delays no waiter for its other
     // GPUs.
     if known && let Some(why) = unread_gpu(node, &key, &needs) {
@@ -139,9 +139,18 @@ fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
     }
     let margin = needs::margin_for(node, &key);
     let uuids: BTreeSet<String> = needs.iter().map(|n| n.uuid.clone()).collect();
-    let fits = known
+    let released = claims.is_vram_released;
+    let mut fits = known
         && (needs::fits(node, &key, &needs, margin)
-            || (claims.is_vram_released && early_release::fits(node, &key, &needs, margin)));
+            || (released && early_release::fits(node, &key, &needs, want, margin)));
+    // The victims for both are leaving, so the restore need not wait until VRAM for the allocation is
+    // free too.
+    if known && !fits && released && want.is_some() {
+        let restore = needs::container_needs(node, &key);
+        if !restore.is_empty() && early_release::fits(node, &key, &restore, None, margin) {
+            (needs, want, fits) = (restore, None, true);
+        }
+    }
     let mut before = claims.kept.iter().filter(|(theirs, _)| !theirs.is_disjoint(&uuids));
     let turn = uuids.is_disjoint(&claims.taken);
     let first = turn && before.clone().next().is_none();
@@ -288,8 +297,8 @@ pub(super) fn proven(
         return;
     }
     // Processes that registered after the promise need VRAM too, on the same GPUs.
-    let needs =
-        needs::needs_with(node, key, node.admission.grants.get(key).and_then(|grant| grant.want));
+    let want = node.admission.grants.get(key).and_then(|grant| grant.want);
+    let needs = needs::needs_with(node, key, want);
     let margin = needs::margin_for(node, key);
     // The proof covers only these processes: it does not include the VRAM of a process that
     // registers later.
@@ -299,7 +308,7 @@ pub(super) fn proven(
     let is_free = known && needs::fits(node, key, &needs, margin);
     // VRAM that is being freed counts only if the sample shows how much of it is freed already.
     let awaits_vram =
-        has_processes && known && !is_free && early_release::fits(node, key, &needs, margin);
+        has_processes && known && !is_free && early_release::fits(node, key, &needs, want, margin);
     let fits = is_free || awaits_vram;
     let resident = node.registry.processes.of(key).all(|(_, p)| p.agent.phase == Phase::Open);
     let Some(grant) = node.admission.grants.get_mut(key) else { return };

@@ -10,8 +10,8 @@ use affinode_proto::{
 
 use super::{
     super::{
-        DeviceBytes, GpuSample, Input, ProcessId, early_release, measurements,
-        process::{OffloadedMemory, PendingAlloc},
+        DeviceBytes, GpuSample, Input, ProcessId, early_release, harness::agent::Asking,
+        measurements, process::OffloadedMemory,
     },
     world::{GPU, Host, OTHER_GPU, TOTAL, World, key},
 };
@@ -124,10 +124,42 @@ fn only_copies_in_await_vram() {
         TOTAL - samples[0].used_bytes
     };
     assert_eq!((free_for(THERE), free_for(HERE)), (125, 650));
-    let need = DeviceBytes { uuid: GPU.into(), bytes: 1 };
-    let wait = PendingAlloc { ticket: 1, need, attempts: 0, since: 0, resumed_at: None };
-    world.process_mut(here).alloc_wait = Some(wait);
-    assert!(!early_release::may_await(&world.node.state, &key(HERE)), "an allocation cannot wait");
+    let needs = [DeviceBytes { uuid: GPU.into(), bytes: 1 }];
+    let fits = |want| early_release::fits(&world.node.state, &key(HERE), &needs, want, |_| 0);
+    assert!(fits(None) && !fits(Some((here, 1))), "an allocation cannot wait");
+}
+
+/// The first waiter needs VRAM for its restore and for an allocation, and two containers leave for it.
+/// Its restore begins as soon as the VRAM for it alone is being freed.
+#[test]
+fn restore_does_not_wait_for_room_for_an_allocation() {
+    let mut world = World::new(9);
+    world.slow_copies = true;
+    let here = world.running(HERE, 400);
+    world.settle();
+    assert_eq!(world.agents[&here].phase, Phase::CopiedOut);
+    let others = [5, THERE].map(|n| world.running(n, 400));
+    world.auto_offload(false);
+    world.pass();
+    world.auto_offload(true);
+    for n in [HERE, 5, THERE] {
+        world.container_mut(n).policy.priority = 0;
+    }
+    // The allocation waited already when the container was offloaded. No call waits at the gate.
+    let agent = world.agents.get_mut(&here).unwrap();
+    agent.tickets += 1;
+    agent.asking = Some(Asking { bytes: 350, attempts: 0, goes_ahead: false });
+    world.ask(here);
+    let mut both = 0;
+    for _ in 0..400 {
+        world.pass();
+        let leave = others.iter().any(|id| world.agents[id].phase != Phase::CopiedOut);
+        both += usize::from(is_restoring(&world, here) && leave);
+    }
+    assert!(both > 0, "the restore began after both had left: {:?}", world.ordered);
+    assert!(world.restored_as_freed == 1 && world.agents[&here].asking.is_none());
+    assert_eq!(world.agents[&here].size, 750);
+    world.settle_all();
 }
 
 /// VRAM that the sample shows as free already must not be counted a second time.
