@@ -91,10 +91,18 @@ pub(super) fn fits(
     want: Option<(ProcessId, u64)>,
     margin: fn(u64) -> u64,
 ) -> bool {
-    is_in_progress(node)
-        && want.is_none()
-        && may_await(node, key)
-        && needs::fits_in(node, key, needs, &samples_for(node, key), margin)
+    want.is_none() && may_await(node, key) && covers(node, key, needs, margin)
+}
+
+/// Whether the free VRAM and the VRAM that other containers are freeing suffice for a container.
+/// Always false if none is being freed. The parameters are those of [`needs::fits`].
+pub(super) fn covers(
+    node: &NodeState,
+    key: &Key,
+    needs: &[DeviceBytes],
+    margin: fn(u64) -> u64,
+) -> bool {
+    is_in_progress(node) && needs::fits_in(node, key, needs, &samples_for(node, key), margin)
 }
 
 /// Whether the restore of a container may count VRAM that is being freed: it only copies memory in,

@@ -14,7 +14,7 @@ use super::{
     event::NodeEvent,
     host_promises, idle,
     input::GpuSample,
-    node_state::NodeState,
+    node_state::{ForeignVram, NodeState},
     texts::{damaged_text, hidden_text, ipc_refused_text},
 };
 
@@ -167,6 +167,13 @@ pub(super) fn take_survey(node: &mut NodeState, key: &Key, gpus: &[GpuSample]) {
     }
 }
 
+/// VRAM of a sample that NVML attributes to no process.
+fn unattributed(gpu: &GpuSample) -> ForeignVram {
+    let attributed_bytes = gpu.processes.iter().map(|(_, bytes)| bytes).sum();
+    let bytes = gpu.used_bytes.saturating_sub(attributed_bytes);
+    ForeignVram { uuid: gpu.uuid.clone(), pid: None, bytes }
+}
+
 /// Records the memory of GPUs and the VRAM of all processes. A process that is not in the
 /// sample has no VRAM, except on GPUs that could not be read.
 pub(super) fn take_gpus(node: &mut NodeState, gpus: Vec<GpuSample>) {
@@ -177,19 +184,17 @@ pub(super) fn take_gpus(node: &mut NodeState, gpus: Vec<GpuSample>) {
             by_pid.entry(*pid).or_default().push(device);
         }
     }
-    let mut foreign_bytes: BTreeMap<String, u64> =
-        gpus.iter().map(|gpu| (gpu.uuid.clone(), gpu.used_bytes)).collect();
     for process in node.registry.processes.values_mut() {
         let held = by_pid.remove(&process.identity.pid).unwrap_or_default();
-        for on in &held {
-            foreign_bytes
-                .entry(on.uuid.clone())
-                .and_modify(|all| *all = all.saturating_sub(on.bytes));
-        }
         process.memory.set_vram(held, &node.gpus.unreadable);
     }
     node.gpus.freed_since_sample.clear();
-    node.gpus.foreign_bytes = foreign_bytes;
+    let by_others =
+        by_pid.into_iter().flat_map(|(pid, held)| held.into_iter().map(move |on| (pid, on)));
+    node.gpus.foreign = by_others
+        .map(|(pid, on)| ForeignVram { uuid: on.uuid, pid: Some(pid), bytes: on.bytes })
+        .chain(gpus.iter().map(unattributed))
+        .collect();
     node.gpus.samples = gpus;
     host_promises::take_gpus_of_unseen(node);
 }

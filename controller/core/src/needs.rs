@@ -169,8 +169,12 @@ fn unmovable_bytes_if(node: &NodeState, uuid: &str, is_lasting: fn(Reason) -> bo
     }
     let stays = |process: &&Process| stays_on_gpu(node, process, is_lasting);
     let staying = node.registry.processes.values().filter(stays);
-    let foreign_bytes = node.gpus.foreign_bytes.get(uuid).copied().unwrap_or(0);
-    staying.map(|process| bytes_on(process, uuid)).fold(foreign_bytes, u64::saturating_add)
+    // A process that has registered since the sample counts with the VRAM that is recorded for it.
+    let is_registered = |pid: u32| node.registry.processes.values().any(|p| p.identity.pid == pid);
+    let foreign = node.gpus.foreign.iter().filter(|held| held.uuid == uuid);
+    let foreign = foreign.filter(|held| held.pid.is_none_or(|pid| !is_registered(pid)));
+    let staying = staying.map(|process| bytes_on(process, uuid));
+    foreign.map(|held| held.bytes).chain(staying).fold(0, u64::saturating_add)
 }
 
 /// Whether no offload can free the VRAM that a process holds.

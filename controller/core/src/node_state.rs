@@ -106,14 +106,24 @@ pub(super) struct GpuReadings {
     pub(super) utilization_sampled_at: Option<Millis>,
     /// VRAM per GPU that was freed since the last sample of memory.
     pub(super) freed_since_sample: Vec<DeviceBytes>,
-    /// VRAM of each GPU that no registered process held at the last sample of all GPUs, in bytes, by
-    /// UUID. Other samples are no base for it: they are older or newer than the VRAM that is recorded
-    /// for the processes.
-    pub(super) foreign_bytes: BTreeMap<String, u64>,
+    /// VRAM that no registered process held at the last sample of all GPUs. Other samples are no base
+    /// for it: they are older or newer than the VRAM that is recorded for the processes.
+    pub(super) foreign: Vec<ForeignVram>,
     /// UUIDs of the GPUs on which a container waits for VRAM.
     pub(super) under_pressure: BTreeSet<String>,
     /// The GPUs whose containers want more VRAM than the GPU has.
     pub(super) oversubscription: Oversubscription,
+}
+
+/// VRAM of a GPU that no registered process holds.
+#[derive(Debug)]
+pub(super) struct ForeignVram {
+    /// UUID of the GPU.
+    pub(super) uuid: String,
+    /// Pid of the process that holds it. `None`: the driver, or processes that NVML does not name.
+    pub(super) pid: Option<u32>,
+    /// Its size in bytes.
+    pub(super) bytes: u64,
 }
 
 impl GpuReadings {

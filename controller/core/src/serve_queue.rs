@@ -143,9 +143,9 @@ fn serve_waiter(node: &mut NodeState, key: Key, claims: &mut GpuClaims) {
     let mut fits = known
         && (needs::fits(node, &key, &needs, margin)
             || (released && early_release::fits(node, &key, &needs, want, margin)));
-    // The victims for both are leaving, so the restore need not wait until VRAM for the allocation is
-    // free too.
-    if known && !fits && released && want.is_some() {
+    // If VRAM for both is free or being freed, the restore need not wait for that of the allocation.
+    let covers = || early_release::covers(node, &key, &needs, margin);
+    if known && !fits && released && want.is_some() && covers() {
         let restore = needs::container_needs(node, &key);
         if !restore.is_empty() && early_release::fits(node, &key, &restore, None, margin) {
             (needs, want, fits) = (restore, None, true);
@@ -220,8 +220,10 @@ fn show_reason(node: &mut NodeState, key: &Key, reason: (Reason, String)) {
 /// Why the VRAM of a GPU that the container needs is unknown although other GPUs were read. `None`:
 /// the VRAM of all these GPUs is known.
 fn unread_gpu(node: &NodeState, key: &Key, needs: &[DeviceBytes]) -> Option<String> {
-    // Such a process may need any GPU of the node, and `needs` contains only those that were read.
-    let is_unknown = |p: &Process| p.agent.phase.is_offloaded() && p.vram_to_restore().is_none();
+    // Such a process may need any GPU of the node, and `needs` contains only those that were read. A
+    // process that is only copied out loses nothing if its restore fails.
+    let is_unknown =
+        |p: &Process| p.agent.phase == Phase::Checkpointed && p.vram_to_restore().is_none();
     if let Some(gpu) = node.gpus.unreadable.first()
         && node.registry.processes.of(key).any(|(_, process)| is_unknown(process))
     {

@@ -272,6 +272,9 @@ impl Host for World<'_> {
     fn exported_bytes(&mut self) -> u64 {
         0
     }
+    fn copied_out_bytes(&mut self) -> u64 {
+        0
+    }
     fn copy_in(&mut self, _: Option<u64>) -> Result<(), u32> {
         Err(0)
     }

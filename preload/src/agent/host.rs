@@ -273,9 +273,10 @@ impl Host for DriverHost {
             // The wait is needed even though no memory is copied: after it, calls at the gate that
             // wait for work return SUCCESS. A program of MPS makes no such calls, and the driver
             // locks neither it nor a client of MPS. Such a client is busy, which is no failure.
+            let may_end = self.page.hazards().intersects(Hazards::MPS);
             return match is_uninitialised() || hazard::is_mps_program() {
                 true => GpuWork::Done,
-                false => GpuWork::Unseen { may_end: true },
+                false => GpuWork::Unseen { may_end },
             };
         }
         let page = self.page;
@@ -303,6 +304,11 @@ impl Host for DriverHost {
 
     fn exported_bytes(&mut self) -> u64 {
         swap::exported_bytes()
+    }
+
+    fn copied_out_bytes(&mut self) -> u64 {
+        let content = self.page.copied_out_bytes.load(Ordering::Relaxed);
+        content.saturating_add(swap::released_local_bytes())
     }
 
     fn copy_in(&mut self, awaits_vram_until_us: Option<u64>) -> Result<(), u32> {

@@ -239,7 +239,12 @@ impl OrderMachine {
 
     fn has_room(&self, host: &mut impl Host) -> bool {
         let on_device = host.exported_bytes();
-        host.begin_return(self.vram_bytes.saturating_sub(on_device))
+        // What was not copied out is on the device, and does not have to be free in addition.
+        let most_bytes = match self.phase {
+            Phase::CopiedOut => host.copied_out_bytes(),
+            _ => u64::MAX,
+        };
+        host.begin_return(self.vram_bytes.saturating_sub(on_device).min(most_bytes))
     }
 
     /// Whether the driver has already ended in this process, which then ends too. If so, there is

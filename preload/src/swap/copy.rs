@@ -139,12 +139,14 @@ fn copy_to_host(pool: &mut StagingPool, how: CopyOptions, handed: Option<u64>) -
     if pool.is_tainted() && !pool.begin(bytes, context, place) {
         return Err(no_memory);
     }
+    let unchanged_bytes = found.as_ref().map_or(0, |found| pool.unchanged(found));
+    let new_bytes = (bytes as u64).saturating_sub(zero_bytes.saturating_add(unchanged_bytes));
     let out = CopyOutProgress {
         pool: &mut *pool,
         copies: CopyStreams::new(),
         found,
         unchanged_bytes: 0,
-        release: EarlyRelease::new(how.release_early, bytes as u64),
+        release: EarlyRelease::new(how.release_early, bytes as u64, new_bytes),
     };
     out.copy_all(place)?;
     if place == StagingPlace::HostPool {
@@ -302,7 +304,7 @@ impl CopyOutProgress<'_> {
     /// Starts to copy a piece to the staging pool, without the parts that are zero or that the pool
     /// contains already. Returns the driver's code, [`NO_HOST_MEMORY`] or [`GIVEN_UP`].
     fn copy(&mut self, id: AllocationId, piece: &AllocationPiece) -> u32 {
-        let mut done = 0;
+        let (mut done, mut copied_bytes) = (0, 0);
         while done < piece.bytes {
             let offset = (piece.offset + done) as usize;
             let left = (piece.bytes - done) as usize;
@@ -323,11 +325,12 @@ impl CopyOutProgress<'_> {
                     if code != result::SUCCESS {
                         return code;
                     }
+                    copied_bytes += bytes as u64;
                 }
             }
             done += bytes as u64;
         }
-        self.release.submitted(&mut self.copies, (id, piece))
+        self.release.submitted(&mut self.copies, (id, piece), copied_bytes)
     }
 }
 

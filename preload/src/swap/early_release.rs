@@ -32,9 +32,8 @@ const GROUPS: usize = 32;
 const MAX_GROUP_BYTES: u64 = 256 << 20;
 
 /// Time within which a copy out must be expected to end before it releases device memory while pages
-/// are missing, in microseconds. The waiter waits 4.5 s for this memory. Tests do not depend on their
-/// speed.
-const SOON_US: u64 = if cfg!(test) { u64::MAX / 2 } else { 2_000_000 };
+/// are missing, in microseconds. The waiter waits 4.5 s for this memory.
+const SOON_US: u64 = 2_000_000;
 
 /// Progress of the release of device memory in a copy out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +64,7 @@ pub(super) struct EarlyRelease {
     group_bytes: u64,
     /// Time at which the copy out began, in microseconds.
     began_us: u64,
-    /// Bytes of all pieces, and of those whose copies were submitted.
+    /// Bytes that are copied in all, and those whose copies were submitted.
     all_bytes: u64,
     submitted_bytes: u64,
     /// Ring of the complete groups, whose copies may be in progress.
@@ -85,14 +84,15 @@ pub(super) struct EarlyRelease {
 }
 
 impl EarlyRelease {
-    /// Creates the state for a copy out of `bytes` bytes. `is_ordered`: whether pieces may be
-    /// released before all of them are copied.
-    pub(super) fn new(is_ordered: bool, bytes: u64) -> EarlyRelease {
+    /// Creates the state for a copy out of `bytes` bytes, of which `all_bytes` are copied. The others
+    /// are zero or are in the staging pool already. `is_ordered`: whether pieces may be released before
+    /// all of them are copied.
+    pub(super) fn new(is_ordered: bool, bytes: u64, all_bytes: u64) -> EarlyRelease {
         EarlyRelease {
             state: if is_ordered { ReleaseState::Awaited } else { ReleaseState::Off },
             group_bytes: (bytes / 16).clamp(GRANULE_BYTES as u64, MAX_GROUP_BYTES),
             began_us: sys::now_us(),
-            all_bytes: bytes,
+            all_bytes,
             submitted_bytes: 0,
             groups: [Group { event: 0, context: 0, last: AllocationId::FIRST }; GROUPS],
             first: 0,
@@ -122,16 +122,18 @@ impl EarlyRelease {
     }
 
     /// Records that the copies of a piece were submitted, and releases the pieces whose copies have
-    /// ended.
+    /// ended. `copied_bytes`: the part of the piece that is copied. The rest is zero or is in the
+    /// staging pool already.
     pub(super) fn submitted(
         &mut self,
         copies: &mut CopyStreams,
         (id, piece): (AllocationId, &AllocationPiece),
+        copied_bytes: u64,
     ) -> u32 {
         if !self.is_on() {
             return result::SUCCESS;
         }
-        self.submitted_bytes += piece.bytes;
+        self.submitted_bytes += copied_bytes;
         if self.bytes > 0 && self.context != piece.context {
             self.complete_group(copies);
             self.has_stopped |= self.bytes > 0;
@@ -146,12 +148,24 @@ impl EarlyRelease {
         let may_release = self.has_begun()
             || self.count > 1
                 && (PREFAULT.has_all_pages() || self.is_soon_over() && PREFAULT.commit());
-        if may_release { self.release_copied(self.count == GROUPS) } else { result::SUCCESS }
+        let code = match may_release {
+            true => self.release_copied(self.count == GROUPS),
+            false => result::SUCCESS,
+        };
+        if !self.has_begun() {
+            PREFAULT.revoke();
+        }
+        code
     }
 
     /// Whether the copy out is expected to end soon, if it goes on as fast as before.
     fn is_soon_over(&self) -> bool {
-        let passed_us = sys::now_us().saturating_sub(self.began_us);
+        let passed_us = match () {
+            #[cfg(test)]
+            () => tests::PASSED_US.load(core::sync::atomic::Ordering::Relaxed),
+            #[cfg(not(test))]
+            () => sys::now_us().saturating_sub(self.began_us),
+        };
         left_us(passed_us, self.submitted_bytes, self.all_bytes) <= SOON_US
     }
 
@@ -282,7 +296,13 @@ fn tell_controller() -> bool {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
+    use core::sync::atomic::AtomicU64;
+
+    /// Time that a copy out seems to have taken, in microseconds, so that tests do not depend on
+    /// their speed.
+    pub static PASSED_US: AtomicU64 = AtomicU64::new(1_000);
+
     #[test]
     fn rest_of_a_copy_takes_as_long_as_before() {
         use super::left_us;

@@ -374,6 +374,11 @@ pub fn zero_bytes() -> u64 {
     SWAP.zero_bytes.load(Ordering::Relaxed)
 }
 
+/// Bytes of VRAM that the contexts need again for their local memory at the restore.
+pub fn released_local_bytes() -> u64 {
+    local_memory::released_bytes()
+}
+
 /// Bytes that the last copy out did not copy, because the staging pool contained them already.
 pub fn unchanged_bytes() -> u64 {
     SWAP.unchanged_bytes.load(Ordering::Relaxed)

@@ -156,6 +156,7 @@ impl Prefault {
         if missing_bytes > 0 {
             let bytes = missing_bytes.saturating_mul(2).saturating_add(RESERVE_BYTES);
             if host_pressure::is_critical(bytes, self.place()) {
+                self.revoke();
                 return false;
             }
         }
@@ -166,6 +167,11 @@ impl Prefault {
         let may_free = !is_given_up && self.short.load(Ordering::Acquire) == 0;
         self.committed.store(u32::from(may_free), Ordering::SeqCst);
         may_free
+    }
+
+    /// Lets the controller give up the copy out again, because no device memory was freed.
+    pub fn revoke(&self) {
+        self.committed.store(0, Ordering::SeqCst);
     }
 
     /// Whether helpers are running.
@@ -191,7 +197,7 @@ impl Prefault {
         self.near.iter().zip(near).for_each(|(word, near)| word.store(near, Ordering::Relaxed));
         self.empty.clear();
         self.short.store(0, Ordering::Release);
-        self.committed.store(0, Ordering::SeqCst);
+        self.revoke();
         self.next.store(0, Ordering::Release);
         let missing = (0..bytes.div_ceil(CHUNK_BYTES)).filter(|chunk| !self.resident.has(*chunk));
         self.set_missing(missing.clone().map(|chunk| chunk_bytes(bytes, chunk) as u64).sum());

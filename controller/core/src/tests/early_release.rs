@@ -127,6 +127,11 @@ fn only_copies_in_await_vram() {
     let needs = [DeviceBytes { uuid: GPU.into(), bytes: 1 }];
     let fits = |want| early_release::fits(&world.node.state, &key(HERE), &needs, want, |_| 0);
     assert!(fits(None) && !fits(Some((here, 1))), "an allocation cannot wait");
+    let covers = |bytes| {
+        let needs = [DeviceBytes { uuid: GPU.into(), bytes }];
+        early_release::covers(&world.node.state, &key(HERE), &needs, |_| 0)
+    };
+    assert!(covers(650) && !covers(651), "it is neither free nor being freed");
 }
 
 /// The first waiter needs VRAM for its restore and for an allocation, and two containers leave for it.

@@ -85,6 +85,8 @@ pub trait Host {
     /// Number of bytes that were exported to the copier but not copied. They are still on the
     /// device.
     fn exported_bytes(&mut self) -> u64;
+    /// Number of bytes of device memory that were freed and are needed to copy all content in again.
+    fn copied_out_bytes(&mut self) -> u64;
     /// Copies in all copied-out content. If VRAM is short, waits for it until this time, in
     /// microseconds. `None`: does not wait. On failure, returns the driver's code, and the content
     /// stays copied out.

@@ -37,6 +37,7 @@ struct Fake {
     /// Bytes that a copy-out exports to a copier, which then copies them.
     hands: u64,
     exported: u64,
+    out_bytes: u64,
     /// True if the copier was told that the process is checkpointed.
     announced: bool,
     /// VRAM in bytes that had to be free for the last restore without a controller.
@@ -84,6 +85,7 @@ impl Fake {
             with_copier: false,
             hands: 0,
             exported: 0,
+            out_bytes: 0,
             announced: false,
             asked_room: 0,
             awaits_vram_until_us: None,
@@ -204,6 +206,9 @@ impl Host for Fake {
     }
     fn exported_bytes(&mut self) -> u64 {
         self.exported
+    }
+    fn copied_out_bytes(&mut self) -> u64 {
+        self.out_bytes
     }
     fn is_parked(&mut self) -> bool {
         self.copied_out
@@ -397,6 +402,24 @@ fn self_restore_needs_free_vram() {
     host.room = true;
     assert!(machine.restore_self(&mut host));
     assert_eq!((machine.phase(), host.gate), (Phase::Open, Gate::Open));
+}
+
+/// A copy out has failed after a part of the memory was freed. The rest is on the device, so only the
+/// freed part must be free for a restore without a controller.
+#[test]
+fn partly_copied_out_process_needs_little_vram() {
+    for (out_bytes, asked) in [(5, 5), (60, 60), (70, 60)] {
+        let mut host = Fake::new();
+        host.can_copy = true;
+        let mut machine = running(&mut host);
+        machine.execute_order(&mut host, CLOSE);
+        let how = CopyOptions::default();
+        machine.execute_order(&mut host, Action::CopyOut { vram_bytes: 60, how });
+        assert_eq!(machine.phase(), Phase::CopiedOut);
+        (host.out_bytes, host.room) = (out_bytes, true);
+        assert!(machine.restore_self(&mut host));
+        assert_eq!((machine.phase(), host.asked_room), (Phase::Open, asked));
+    }
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::{
 use affinode_proto::wire::message::{AgentMessage, FRAME_BYTES};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, socketpair};
 
+use super::super::super::early_release::tests::PASSED_US;
 use super::super::super::host_pressure::tests::{TAKEN_BY_OTHERS, all_but};
 use super::super::super::prefault::{CHUNK_BYTES, PREFAULT, is_turned_back, tests::HELD_CHUNK};
 use super::*;
@@ -238,6 +239,52 @@ fn copy_that_releases_is_not_cancelled() {
     }
 }
 
+/// The first pieces are zero, so they take no time. The copy of the others is not soon over, and nothing
+/// is released before their pages are present.
+#[test]
+fn pieces_without_content_do_not_count_as_fast() {
+    // The copy of two of six pieces took 0.9 s, or that of one of three 1.1 s.
+    for (zero_pieces, passed_us, is_early) in [(0, 900_000, true), (3, 1_100_000, false)] {
+        let world = large();
+        let controller = Controller::connect();
+        for piece in world.pieces().iter().take(zero_pieces) {
+            for address in (piece.address..piece.address + piece.bytes).step_by(digest::SLOT_BYTES)
+            {
+                world.fake.write(address, 0);
+            }
+        }
+        PASSED_US.store(passed_us, Ordering::Relaxed);
+        HELD_CHUNK.store(if is_early { 1 } else { 2 }, Ordering::Release);
+        world.fake.at_query(note_pages);
+        let ended = copy_out(early(), None);
+        PASSED_US.store(1_000, Ordering::Relaxed);
+        assert_eq!(ended, Ok(()));
+        assert_eq!(WAS_EARLY.load(Ordering::Acquire), is_early, "{zero_pieces}");
+        assert!(controller.count_releasing() <= 1);
+    }
+}
+
+/// A copy out that may release memory and has not done so can still be given up.
+#[test]
+fn commitment_ends_without_a_release() {
+    use affinode_proto::wire::{Phase, counters::NOT_WANTED};
+    let world = large();
+    let _controller = Controller::connect();
+    crate::process::with_page(|page| {
+        // The event of the first group is not reached when the release may begin. Then the copy is given
+        // up.
+        page.generation.store(4, Ordering::Relaxed);
+        page.set_phase(Phase::CopyingOut);
+        world.fake.run_for(1);
+        let cancel: fn() = || {
+            process::page().unwrap().turn_back_for_test(4 | NOT_WANTED);
+            HELD_CHUNK.store(usize::MAX, Ordering::Release);
+        };
+        assert_eq!(copy_out_with_late_pages(&world, cancel), Err(GIVEN_UP));
+        assert!(world.is_resident());
+    });
+}
+
 /// A copy out that was given up before releases nothing early.
 #[test]
 fn given_up_copy_is_not_committed() {
@@ -249,6 +296,8 @@ fn given_up_copy_is_not_committed() {
         page.generation.store(3, Ordering::Relaxed);
         page.turn_back_for_test(3 | NOT_WANTED);
         assert!(!is_turned_back(), "a copy that goes on is not cancelled");
+        PREFAULT.revoke();
+        assert!(is_turned_back());
         assert!(!PREFAULT.commit());
         assert!(is_turned_back());
         page.turn_back_for_test(3);
@@ -305,10 +354,13 @@ fn pieces_of_several_contexts_are_released() {
     assert_eq!((copy_out(early(), None), world.is_copied_out()), (Ok(()), true));
     assert_eq!((controller.count_releasing(), world.fake.events()), (1, 0));
     assert_eq!((copy_in(None), world.is_resident()), (Ok(()), true));
+    // The connection belongs to the test that holds the lock of the world.
+    drop(controller);
     drop(world);
     let mut failed = 0;
     for which in 0..6 {
         let world = in_two_contexts();
+        let controller = Controller::connect();
         world.fake.fail("cuStreamCreate", which);
         let ended = copy_out(early(), None);
         let told = controller.count_releasing();
