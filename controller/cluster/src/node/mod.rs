@@ -430,11 +430,13 @@ impl NodeAgent<'_> {
         if !self.checked {
             let plan = places.plan().await?;
             if !plan.is_empty() {
-                self.last.plan(&plan)?;
                 let limited = matches!(handler, HandlerState::Missing | HandlerState::Outdated);
                 if limited && !self.slots.take().await? {
                     return Err(NodeTrouble::NoSlot { serves: handler.serves() });
                 }
+                // A node whose last attempt must not be repeated keeps its slot too. Otherwise each
+                // further node would repeat the failure.
+                self.last.plan(&plan)?;
                 self.label_for(&plan, host.running_shims, labelled).await?;
                 for step in places.install().await? {
                     tracing::info!("{step}");

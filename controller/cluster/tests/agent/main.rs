@@ -236,10 +236,13 @@ fn a_failed_upgrade_keeps_the_label() {
 }
 
 /// Another program writes containerd's file anew at each restart. A further restart has no effect,
-/// so the agent must not repeat it until something has changed.
+/// so the agent must not repeat it until something has changed. The node must keep its slot
+/// meanwhile, so that the roll-out stops.
 #[test]
 fn a_lost_edit_is_not_repeated() {
-    let agent = Agent::start(json!({}), &["managed"], &[]);
+    let api = ApiServer::start(json!({}));
+    api.put(LEASE, lease(Value::Null));
+    let agent = Agent::with(api, &["managed"], &["--rollout-lease=slot"], |_| {});
     agent.until_state("the failure", |state| state.contains("another program wrote"));
     let attempts = || {
         let calls = agent.calls();
@@ -253,9 +256,12 @@ fn a_lost_edit_is_not_repeated() {
         agent.api.patch(NODE, &wish);
         agent.api.until("a further check", |_| plans() > before);
     };
+    let renewed = || agent.api.get(LEASE)["spec"]["renewTime"].clone();
+    let first = renewed();
     look("a");
     look("b");
     assert_eq!(attempts(), 1);
+    agent.api.until("the renewal of the slot", |_| renewed() != first);
     fs::write(agent.folder.join("node/unit"), "containerd").unwrap();
     look("c");
     agent.api.until("an attempt with other steps", |_| attempts() == 2);
