@@ -31,7 +31,7 @@ pub enum InstallState {
     /// Another installation of the cluster manages the node.
     Foreign,
     /// The node waits for its installation, because Affinode is being installed on the maximum
-    /// number of other nodes.
+    /// number of other nodes. containerd does not serve the runtime.
     Waiting,
     /// containerd serves the runtime.
     Served,
@@ -53,6 +53,13 @@ impl InstallState {
         InstallState::Failed,
         InstallState::Retired,
     ];
+
+    /// Returns the state of a node that waits for its turn to install. A node that serves an earlier
+    /// form of the handler, so that its pods start, does not count as waiting.
+    #[must_use]
+    pub fn without_slot(serves: bool) -> InstallState {
+        if serves { InstallState::Served } else { InstallState::Waiting }
+    }
 
     /// Returns the value of the metric label `state` for this state.
     #[must_use]
@@ -271,7 +278,8 @@ mod tests {
         let metrics = AgentMetrics::default();
         for (served, state, ready) in [
             (false, InstallState::Unknown, false),
-            (false, InstallState::Waiting, false),
+            (false, InstallState::without_slot(false), false),
+            (true, InstallState::without_slot(true), true),
             (true, InstallState::Served, true),
             (true, InstallState::Failed, false),
             (false, InstallState::Served, false),

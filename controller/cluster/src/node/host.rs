@@ -23,6 +23,8 @@ const IN_PLACE: &str = "in-place";
 const OVERWRITTEN: &str = "another program wrote";
 /// Beginning of the step in which an installation restarts the unit that runs containerd.
 const RESTART: &str = "systemctl restart ";
+/// Beginning of the step that leaves the restart of containerd to an operator.
+const RESTART_BY_HAND: &str = "restart containerd by hand";
 /// Time limit for a run of the program `affinode`. The limit is long, because an installation waits
 /// for containerd for up to a minute.
 const TIME: Duration = Duration::from_secs(180);
@@ -387,6 +389,13 @@ pub fn may_restart_kubelet(steps: &[String]) -> bool {
     units.into_iter().any(|unit| !unit.contains("containerd"))
 }
 
+/// Returns whether an installation with these steps changes what containerd loads at a restart, as a
+/// first installation does. Other installations only write lost files or a lost unit again.
+#[must_use]
+pub fn has_restart(steps: &[String]) -> bool {
+    steps.iter().any(|step| step.starts_with(RESTART) || step.starts_with(RESTART_BY_HAND))
+}
+
 /// Returns whether an installation failed because another program wrote containerd's file anew. The
 /// same installation would restart containerd again, to no effect.
 #[must_use]
@@ -425,6 +434,8 @@ pub(super) fn parse<T: DeserializeOwned>(verb: &'static str, text: &[u8]) -> Res
 
 #[cfg(test)]
 mod tests {
+    use affinode_installer::install::RestartRequest;
+
     use super::*;
 
     #[test]
@@ -438,5 +449,14 @@ mod tests {
         }
         assert!(!restarts("restart containerd by hand: it loads its configuration at its start"));
         assert!(!may_restart_kubelet(&[]));
+    }
+
+    #[test]
+    fn restarts_are_recognized() {
+        let unit = RestartRequest::Systemd { unit: Some("k3s".into()) };
+        for restart in [unit, RestartRequest::None] {
+            assert!(has_restart(&["write a file".into(), restart.to_string()]), "{restart}");
+        }
+        assert!(!has_restart(&["write a file".into()]));
     }
 }

@@ -344,17 +344,10 @@ impl NodeAgent<'_> {
                 Ok(LEAVE_ALONE)
             }
             Err(NodeTrouble::NoSlot { serves }) => {
-                self.metrics.now(InstallState::Waiting);
+                let state = self.waiting_state(serves);
+                self.metrics.now(InstallState::without_slot(serves));
                 self.serve(serves, labelled).await?;
-                let most = self.options.rollout_leases.len();
-                self.say(
-                    node,
-                    &format!(
-                        "waits for its turn: node.rollout.maxConcurrent limits installations to \
-                         {most} at a time"
-                    ),
-                )
-                .await?;
+                self.say(node, &state).await?;
                 Ok(LOOK_EVERY)
             }
             Err(NodeTrouble::Cluster(error)) => Err(error),
@@ -380,6 +373,21 @@ impl NodeAgent<'_> {
             state += &format!(", but {}", twice.found);
         }
         state
+    }
+
+    /// Returns the text for the state of a node that waits for a slot of the roll-out. `serves`:
+    /// containerd serves an earlier form of the handler meanwhile.
+    fn waiting_state(&self, serves: bool) -> String {
+        let most = self.options.rollout_leases.len();
+        let waits = format!(
+            "waits for its turn: node.rollout.maxConcurrent limits installations to {most} at a time"
+        );
+        match serves {
+            true => {
+                format!("{}; the installation of the changed handler {waits}", self.served_state())
+            }
+            false => waits,
+        }
     }
 
     /// Records that the installation failed, and returns the node's state as text.
@@ -430,7 +438,8 @@ impl NodeAgent<'_> {
         if !self.checked {
             let plan = places.plan().await?;
             if !plan.is_empty() {
-                let limited = matches!(handler, HandlerState::Missing | HandlerState::Outdated);
+                let limited = matches!(handler, HandlerState::Missing | HandlerState::Outdated)
+                    && host::has_restart(&plan);
                 if limited && !self.slots.take().await? {
                     return Err(NodeTrouble::NoSlot { serves: handler.serves() });
                 }

@@ -37,7 +37,7 @@ const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/system/leases/slot"
 /// - `outdated`, `missing`: the installed handler is outdated or missing.
 /// - `lost`: the unit is missing.
 /// - `failing`: the controller of the unit fails at each start.
-/// - `due`: an installation has steps to run.
+/// - `due`: an installation has steps to run, none of which restarts containerd.
 /// - `broken`: an installation fails.
 /// - `managed`: another program writes containerd's file anew.
 /// - `unreadable`: the record of the installation cannot be read.
@@ -57,7 +57,9 @@ case "$*" in
            shims=$(cat shims 2>/dev/null || echo 0)
            echo '{"handler":{"state":"'$state'"},"files":[],"running_shims":'$shims',"unit":{"state":"'$unit'"}}' ;;
   "policy validate"*) if grep -q wrong "$3"; then echo "policy.mode: wrong" >&2; exit 1; fi ;;
-  install*--dry-run*) if [ -e unit ]; then step="systemctl restart $(cat unit)"; else step="a step"; fi
+  install*--dry-run*) if [ -e unit ]; then step="systemctl restart $(cat unit)"
+                      elif [ -e due ]; then step="a step"
+                      else step="restart containerd by hand"; fi
                       if [ -e due ] || [ -e missing ] || [ -e outdated ] || [ ! -e served ]
                       then echo '["'$step'"]'; else echo '[]'; fi ;;
   install*) if [ -e broken ]; then echo "no space left" >&2; exit 1; fi
@@ -324,11 +326,23 @@ fn an_outdated_node_waits_for_a_slot() {
     let api = ApiServer::start(json!({ RUNTIME: "true" }));
     api.put(LEASE, lease("another".into()));
     let agent = Agent::with(api, &["served", "outdated"], &["--rollout-lease=slot"], |_| {});
-    agent.until_state("the wait", |state| state.starts_with("waits"));
+    agent.until_state("the wait", |state| state.starts_with("served; "));
+    assert!(agent.api.annotation(STATE).contains("waits for its turn"));
     assert!(agent.has("outdated"), "{}", agent.calls());
     assert!(!agent.api.lacked(RUNTIME), "containerd still serves the earlier handler");
     agent.api.put(LEASE, lease(Value::Null));
     agent.api.until("the installation", |_| !agent.has("outdated"));
+}
+
+/// Another node has the slot. A node that lost its systemd unit needs no restart of containerd, so
+/// it must not wait for the slot.
+#[test]
+fn a_repair_without_a_restart_needs_no_slot() {
+    let api = ApiServer::start(json!({ RUNTIME: "true" }));
+    api.put(LEASE, lease("another".into()));
+    let agent = Agent::with(api, &["served", "due", "lost"], &["--rollout-lease=slot"], |_| {});
+    agent.until_state("the installation", |state| state == "served");
+    assert!(!agent.has("lost"), "{}", agent.calls());
 }
 
 #[test]
