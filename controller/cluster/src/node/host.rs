@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use affinode_installer::install::NOT_RESTARTED;
 use affinode_proto::paths;
 use clap::{ArgAction, Args};
 use serde::{Deserialize, de::DeserializeOwned};
@@ -401,6 +402,12 @@ pub fn has_restart(steps: &[String]) -> bool {
 #[must_use]
 pub fn is_overwritten(error: &HostError) -> bool {
     matches!(error, HostError::Refused(why) if why.contains(OVERWRITTEN))
+}
+
+/// Returns whether it is certain that a failed installation has not restarted containerd's unit.
+#[must_use]
+pub fn has_restarted_nothing(error: &HostError) -> bool {
+    matches!(error, HostError::Refused(why) if why.contains(NOT_RESTARTED))
 }
 
 /// Returns a command that runs the program `affinode`, which is in the same folder as this program.

@@ -13,7 +13,7 @@
 //!
 //! The label is set last and removed first, so that no pod is scheduled to a node while the node is
 //! changed. The label stays if the installation restarts the kubelet while pods of the runtime run,
-//! because the kubelet would end pods without it. If the agent ends, the node keeps its label,
+//! because the kubelet would end pods without it, and for 5 minutes after a failed restart. If the agent ends, the node keeps its label,
 //! because containerd still serves the runtime. The same applies if an installation fails while
 //! containerd serves an earlier installation.
 
@@ -43,7 +43,12 @@ mod watch;
 
 pub use auth_proxy::NO_CONTROLLER;
 
-use std::{collections::BTreeSet, net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeSet,
+    net::SocketAddr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use clap::{ArgAction, Args};
 use futures_util::StreamExt;
@@ -419,8 +424,10 @@ impl NodeAgent<'_> {
         self.metrics.serves(serves);
         self.offer(serves);
         // The installation may have removed the label. If it restarted the kubelet, the kubelet may
-        // still be starting, and would end running pods without the label.
-        self.node_labels.serve(serves || self.last.label_kept && has_pods).await?;
+        // still be starting, and would end running pods without the label. Later the label would
+        // only bring new pods to the node, which do not start.
+        let kept = has_pods && self.last.keeps_label(Instant::now());
+        self.node_labels.serve(serves || kept).await?;
         Ok(serves)
     }
 
@@ -447,13 +454,14 @@ impl NodeAgent<'_> {
                 // further node would repeat the failure.
                 self.last.plan(&plan)?;
                 self.label_for(&plan, host.running_shims, labelled).await?;
-                for step in places.install().await? {
+                let installed = self.options.places.install().await;
+                self.last.end(installed.as_ref().map(drop), Instant::now());
+                for step in installed? {
                     tracing::info!("{step}");
                 }
                 handler = places.status().await?;
             }
             self.slots.release().await?;
-            self.last.label_kept = false;
             self.checked = true;
         }
         match handler {

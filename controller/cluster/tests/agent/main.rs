@@ -39,6 +39,7 @@ const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/system/leases/slot"
 /// - `failing`: the controller of the unit fails at each start.
 /// - `due`: an installation has steps to run, none of which restarts containerd.
 /// - `broken`: an installation fails.
+/// - `unwritable`: an installation fails before it restarts anything.
 /// - `managed`: another program writes containerd's file anew.
 /// - `unreadable`: the record of the installation cannot be read.
 /// - `unit`: the unit that runs containerd. An installation restarts it.
@@ -62,7 +63,8 @@ case "$*" in
                       else step="restart containerd by hand"; fi
                       if [ -e due ] || [ -e missing ] || [ -e outdated ] || [ ! -e served ]
                       then echo '["'$step'"]'; else echo '[]'; fi ;;
-  install*) if [ -e broken ]; then echo "no space left" >&2; exit 1; fi
+  install*) if [ -e unwritable ]; then echo "containerd was not restarted: no space" >&2; exit 1; fi
+            if [ -e broken ]; then echo "no space left" >&2; exit 1; fi
             if [ -e managed ]; then echo "but another program wrote config.toml" >&2; exit 1; fi
             rm -f due lost missing outdated; touch served; echo '["a step"]' ;;
   gpus*) if [ -e gpus ]; then cat gpus; else echo "NVML cannot be used" >&2; exit 1; fi ;;
@@ -304,11 +306,13 @@ fn label_stays_while_the_kubelet_restarts() {
         fs::write(folder.join("node/unit"), "k3s").unwrap();
         fs::write(folder.join("node/shims"), "2").unwrap();
     };
-    let files = ["served", "missing", "broken"];
-    // An earlier attempt has removed the label.
-    let agent = Agent::with(ApiServer::start(json!({})), &files, &[], prepare);
-    agent.until_state("the failure", |state| state.starts_with("not installed"));
-    assert_eq!(agent.api.label(RUNTIME), "true", "the kubelet may still be starting");
+    for (failure, label) in [("broken", json!("true")), ("unwritable", Value::Null)] {
+        let files = ["served", "missing", failure];
+        // An earlier attempt has removed the label.
+        let agent = Agent::with(ApiServer::start(json!({})), &files, &[], prepare);
+        agent.until_state("the failure", |state| state.starts_with("not installed"));
+        assert_eq!(agent.api.label(RUNTIME), label, "a kubelet may be starting: {failure}");
+    }
 }
 
 fn lease(holder: Value) -> Value {

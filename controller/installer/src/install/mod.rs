@@ -41,6 +41,9 @@ use std::{
 };
 
 pub use block::BlockError;
+/// Text by which the node agent recognizes that a failed installation restarted nothing.
+pub const NOT_RESTARTED: &str = "containerd was not restarted";
+
 pub use containerd::{NodeError, RestartRequest};
 pub use docker::{DockerError, DockerRequest, DockerState, DockerStatus, SOCKET as DOCKER_SOCKET};
 pub use edit::EditError;
@@ -168,6 +171,9 @@ pub enum InstallError {
     /// An operation on one of Affinode's files failed.
     #[error(transparent)]
     File(#[from] FileError),
+    /// A program or file of Affinode could not be written. The node agent recognizes the text.
+    #[error("{NOT_RESTARTED}, because an installed file cannot be written")]
+    NotRestarted(#[source] FileError),
     /// containerd is missing or rejected the change.
     #[error(transparent)]
     Node(#[from] NodeError),
@@ -404,7 +410,7 @@ fn put(
     changes: &[FileChange],
     plan: &HandlerPlan,
 ) -> Result<(), InstallError> {
-    files::make(changes)?;
+    files::make(changes).map_err(InstallError::NotRestarted)?;
     docker.make(&effect.options.state_dir)?;
     let made = match &plan.edit {
         Some(edit) => effect.edit(edit, plan),
