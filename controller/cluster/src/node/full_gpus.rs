@@ -32,6 +32,8 @@ impl GpuState {
     /// can fail to read one GPU, and `has_error` says that it did.
     fn lasts(&mut self, now: Duration, has_error: bool) -> bool {
         let since = *self.absent_since.get_or_insert(now);
+        // What was read before says nothing about the time without a reading.
+        self.contradicted_since = None;
         has_error || now.saturating_sub(since) < SETTLE_TIME
     }
 }
@@ -40,24 +42,26 @@ impl GpuState {
 #[derive(Debug, Default)]
 pub struct FullGpus {
     gpus: BTreeMap<String, GpuState>,
-    /// Whether there was a reading. The first one sets the states of its GPUs at once, because the
-    /// agent may have started while a GPU was full.
-    has_reading: bool,
+    /// Whether there was a reading without an error. Until then, the first reading of a GPU sets its
+    /// state at once, because the agent may have started while the GPU was full.
+    has_complete: bool,
 }
 
 impl FullGpus {
     /// Records a reading at the time `now` on a monotonic clock. Returns the UUIDs of the GPUs that
     /// are full now. A GPU that the reading does not contain keeps its state for [`SETTLE_TIME`],
-    /// or as long as `has_error` says that a GPU could not be read. The first reading counts at
-    /// once, and later ones after [`SETTLE_TIME`].
+    /// or as long as `has_error` says that a GPU could not be read. The first reading of a GPU counts
+    /// at once if no earlier reading was complete. Other readings count after [`SETTLE_TIME`].
     pub fn update(&mut self, now: Duration, reading: &[Gpu], has_error: bool) -> BTreeSet<String> {
-        let is_first = !std::mem::replace(&mut self.has_reading, true);
+        let is_start = !self.has_complete;
+        self.has_complete |= !has_error;
         // A GPU without a size was not read.
         let read = || reading.iter().filter(|gpu| gpu.vram_total_bytes > 0);
         self.gpus.retain(|uuid, state| {
             read().any(|gpu| gpu.uuid == *uuid) || state.lasts(now, has_error)
         });
         for gpu in read() {
+            let is_first = is_start && !self.gpus.contains_key(&gpu.uuid);
             let state = self.gpus.entry(gpu.uuid.clone()).or_default();
             state.absent_since = None;
             let limit_percent = if state.is_full { FREE_PERCENT } else { FULL_PERCENT };
@@ -131,6 +135,36 @@ mod tests {
         };
         assert!(after(&mut full, 1).contains(GPU));
         assert!(after(&mut full, 31).is_empty());
+    }
+
+    /// NVML could not read a GPU when the agent started. The GPU must not count as free until it has
+    /// been full for some time.
+    #[test]
+    fn first_reading_counts_after_an_error() {
+        let mut full = FullGpus::default();
+        let [first] = reading(0);
+        let second = Gpu { uuid: "GPU-1".into(), ..reading(95)[0].clone() };
+        let mut update = |seconds, reading: &[Gpu], has_error| {
+            full.update(Duration::from_secs(seconds), reading, has_error).contains("GPU-1")
+        };
+        assert!(!update(0, std::slice::from_ref(&first), true));
+        assert!(update(5, &[first.clone(), second.clone()], false));
+        let mut full = FullGpus::default();
+        full.update(Duration::ZERO, std::slice::from_ref(&first), false);
+        let new = full.update(Duration::from_secs(5), &[first, second], false);
+        assert!(new.is_empty(), "the GPU came later");
+    }
+
+    #[test]
+    fn time_without_a_reading_does_not_count() {
+        let mut full = FullGpus::default();
+        let mut update = |seconds, reading: &[Gpu], has_error| {
+            !full.update(Duration::from_secs(seconds), reading, has_error).is_empty()
+        };
+        assert!(!update(0, &reading(0), false) && !update(5, &reading(95), false));
+        assert!(!update(10, &[], true));
+        assert!(!update(60, &reading(95), false), "it was full for a moment before");
+        assert!(update(90, &reading(95), false));
     }
 
     #[test]
