@@ -187,8 +187,11 @@ pub(super) fn judge(
         // An operator wrote the handler, and another installation would not change it.
         HandlerVerdict::Differs if node.managed().is_some() => HandlerState::Served,
         HandlerVerdict::Differs => HandlerState::Outdated,
-        // No shim runs, so the handlers with earlier names can be removed now.
-        HandlerVerdict::Same if !record.former.is_empty() && running_shims == 0 => {
+        // No shim runs, so the handlers with earlier names can be removed now. An installation does
+        // not remove them from a file that another program writes.
+        HandlerVerdict::Same
+            if !record.former.is_empty() && running_shims == 0 && node.managed().is_none() =>
+        {
             HandlerState::Outdated
         }
         HandlerVerdict::Same => HandlerState::Served,

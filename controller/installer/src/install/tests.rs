@@ -428,6 +428,27 @@ fn managed_file_is_not_edited() {
     assert!(!shim.exists());
 }
 
+/// k0s writes containerd's file anew at each start, and the handler has got another name. An
+/// installation does not remove the earlier one, so the status must not ask for it.
+#[test]
+fn former_handler_of_a_managed_file_stays() {
+    let machine = Machine::new();
+    machine.install("one").unwrap();
+    let mut record = machine.record().unwrap();
+    let mut added = serde_json::to_value(record.block.as_ref().unwrap()).unwrap();
+    // containerd has started since then.
+    added["written_ms"] = 1.into();
+    let added: AddedBlock = serde_json::from_value(added).unwrap();
+    let mut former = added.clone();
+    former.runtime_name = "former".into();
+    record.former.push(former);
+    let judge = || status::judge(&machine.options(), &record, &added, &machine.containerd(), 0);
+    assert_eq!(judge(), HandlerState::Outdated);
+    let managed = format!("# k0s_managed=true\n{}", machine.config());
+    fs::write(machine.path("config.toml"), managed).unwrap();
+    assert_ne!(judge(), HandlerState::Outdated);
+}
+
 /// Another program writes containerd's file anew at the restart. Its content must stay, and the
 /// error must not say that containerd did not start.
 #[test]
