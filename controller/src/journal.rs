@@ -4,7 +4,8 @@
 //!
 //! The tmpfs can be full when a restore begins. So each record has a spare file next to it, whose
 //! space is reserved while the container is offloaded. The next record is written into the spare
-//! file, and the two files exchange their names.
+//! file, and the two files exchange their names. A record ends with spaces that fill the reserved
+//! space, so that both files keep it.
 //!
 //! ```text
 //! affinode-journal 1 <sha256 of the rest, hex>
@@ -56,7 +57,8 @@ impl Journal {
         for entry in fs::read_dir(&self.folder)?.flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
             if let Ok(key) = Key::parse(&name) {
-                self.reserve(&key, entry.metadata().map_or(0, |file| file.len()));
+                let text = fs::read_to_string(entry.path()).unwrap_or_default();
+                self.reserve(&key, text.trim_end().len() as u64);
             } else if let Some(Ok(key)) = name.strip_prefix('.').map(Key::parse)
                 && !self.record(&key).exists()
             {
@@ -74,15 +76,15 @@ impl Journal {
         self.folder.join(format!(".{key}"))
     }
 
-    /// Reserves space for a record that is up to twice as large as one of this size. Without it,
-    /// the next record can only be written if the file system has free space then.
+    /// Reserves space in the spare file for a record that is up to twice as large as one of this
+    /// size. Without it, the next record can only be written if the file system has free space then.
     fn reserve(&self, key: &Key, record_bytes: u64) {
         let bytes = (2 * record_bytes).next_multiple_of(PAGE_BYTES).min(MAX_BYTES);
         let reserved = open(&self.spare(key)).and_then(|spare| {
             Ok(rustix::fs::fallocate(&spare, FallocateFlags::empty(), 0, bytes)?)
         });
         if let Err(error) = reserved {
-            tracing::debug!(%key, %error, "container {key}: cannot reserve space for the next journal record");
+            tracing::warn!(%key, %error, "container {key}: cannot reserve space for the next journal record. Free space on the file system of the run directory");
         }
     }
 
@@ -93,16 +95,22 @@ impl Journal {
     /// The file cannot be written.
     pub fn write(&self, key: &Key, record: &Record) -> io::Result<()> {
         let body = serde_json::to_string(record)?;
-        let text = format!("{TITLE} {}\n{body}", digest(&body));
         let (record, spare) = (self.record(key), self.spare(key));
+        let text_bytes = text_of(&body).len() as u64;
+        if !spare.exists() {
+            self.reserve(key, text_bytes);
+        }
         let file = open(&spare)?;
+        // The record fills its file with spaces, which JSON ignores. A shorter file would return
+        // space to the file system, and the space would not be reserved for later records.
+        let spaces = file.metadata()?.len().saturating_sub(text_bytes);
+        let text = text_of(&(body + &" ".repeat(usize::try_from(spaces).unwrap_or(0))));
         file.write_all_at(text.as_bytes(), 0)?;
-        file.set_len(text.len() as u64)?;
         // The earlier record becomes the spare file, so its space stays reserved.
         if rustix::fs::renameat_with(CWD, &spare, CWD, &record, RenameFlags::EXCHANGE).is_err() {
             fs::rename(&spare, &record)?;
         }
-        self.reserve(key, text.len() as u64);
+        self.reserve(key, text_bytes);
         Ok(())
     }
 
@@ -180,6 +188,11 @@ impl UnclaimedEntry {
 /// Opens a file for writing, and keeps its content and its space.
 fn open(path: &Path) -> io::Result<File> {
     File::options().create(true).truncate(false).write(true).open(path)
+}
+
+/// Returns the content of a journal file with this body.
+fn text_of(body: &str) -> String {
+    format!("{TITLE} {}\n{body}", digest(body))
 }
 
 fn digest(body: &str) -> String {
@@ -267,18 +280,27 @@ mod tests {
         Record { step, processes: vec![process; 4] }
     }
 
+    /// Mounts a file system that is soon full. Returns false, and notes the skipped test, if this is
+    /// not permitted.
+    fn mount_small(folder: &Path) -> bool {
+        let mount = std::process::Command::new("mount")
+            .args(["-t", "tmpfs", "-o", "size=64k", "none"])
+            .arg(folder)
+            .stderr(std::process::Stdio::null())
+            .status();
+        let mounted = mount.is_ok_and(|status| status.success());
+        if !mounted {
+            affinode_test_notes::skip("root", "only root can mount a file system");
+        }
+        mounted
+    }
+
     /// A file system is full when a container must be restored. The record of the restore must be
     /// written nevertheless: without it, the next controller could promise the VRAM again.
     #[test]
     fn a_full_file_system_takes_the_next_record() {
         let folder = tempfile::tempdir().unwrap();
-        let mount = std::process::Command::new("mount")
-            .args(["-t", "tmpfs", "-o", "size=64k", "none"])
-            .arg(folder.path())
-            .stderr(std::process::Stdio::null())
-            .status();
-        if !mount.is_ok_and(|status| status.success()) {
-            // Only root can mount the small file system.
+        if !mount_small(folder.path()) {
             return;
         }
         let journal = Journal::open(&folder.path().join("journal")).unwrap();
@@ -293,6 +315,38 @@ mod tests {
         std::process::Command::new("umount").arg(folder.path()).status().unwrap();
         assert!(filled.is_err() && refused.is_err(), "the file system is full");
         assert_eq!(written, [true; 3]);
+        assert_eq!(read, (vec![(key, restore)], Vec::new()));
+    }
+
+    /// The records of many processes need more than one page, and the record of a restore is larger
+    /// than the one before it.
+    #[test]
+    fn a_full_file_system_takes_a_larger_record() {
+        let folder = tempfile::tempdir().unwrap();
+        if !mount_small(folder.path()) {
+            return;
+        }
+        let journal = Journal::open(&folder.path().join("journal")).unwrap();
+        let key = Key::parse(&"a".repeat(32)).unwrap();
+        let many = |step, to: Option<&str>| {
+            let mut record = record_of(step, to.map(str::to_owned));
+            record.processes = vec![record.processes[0].clone(); 40];
+            record
+        };
+        journal.write(&key, &many(JournalStep::Checkpoint, None)).unwrap();
+        let filled = fs::write(folder.path().join("filler"), vec![0; 1 << 17]);
+        let restore = many(JournalStep::Restore, Some("GPU-2b1c8a5e-0000-4000-8000-000000000000"));
+        let mut written = Vec::new();
+        for number in 0..4 {
+            written.push(journal.write(&key, &restore).is_ok());
+            // Others take whatever the journal returns to the file system.
+            let _ = fs::write(folder.path().join(format!("filler-{number}")), vec![0; 1 << 17]);
+        }
+        let journal = Journal::open(&folder.path().join("journal")).unwrap();
+        let read = journal.read_all().unwrap();
+        std::process::Command::new("umount").arg(folder.path()).status().unwrap();
+        assert!(filled.is_err(), "the file system is full");
+        assert_eq!(written, [true; 4]);
         assert_eq!(read, (vec![(key, restore)], Vec::new()));
     }
 
