@@ -13,6 +13,7 @@ use tokio::{
     io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
     net::{UnixListener, UnixStream},
     sync::{Semaphore, mpsc, oneshot, watch},
+    time::timeout_at,
 };
 
 use super::user_count::UserCount;
@@ -27,8 +28,15 @@ use crate::{
 const MAX_BYTES: u64 = 16 << 10;
 /// Time limit for receiving a job request and sending its response.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum time for which a request waits until it is handled.
+/// Maximum time for which a request waits until it is handled. It is longer than [`READ_TIMEOUT`],
+/// so that a request waits for users who send nothing.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(4);
+/// Time limit for receiving the line of a request, during which the request takes a place.
+const READ_TIMEOUT: Duration = Duration::from_secs(2);
+/// Refusal of a request of a user who has too many requests already.
+const USER_IS_BUSY: &str = "too many job requests of this user are in progress; try again";
+/// Refusal of a request that cannot be handled because of other users' requests.
+const ALL_ARE_BUSY: &str = "too many job requests of all users are in progress; try again";
 /// Maximum number of job requests of one user that are handled at a time. Further requests wait. It
 /// is a part of [`AT_A_TIME`], so that one user cannot delay the jobs of others.
 const PER_USER: usize = 4;
@@ -92,23 +100,23 @@ async fn accept(listener: UnixListener, requests: JobRequests, find_user: FindUs
             }
         };
         let Some(open) = count.take(user.0) else {
-            refuse_busy(stream);
+            refuse_busy(stream, USER_IS_BUSY);
             continue;
         };
         let (requests, places, turns) = (requests.clone(), Arc::clone(&places), turns.of(user.0));
         tokio::spawn(async move {
+            let deadline = tokio::time::Instant::now() + WAIT_TIMEOUT;
             // A request that waits for the user's own requests takes no place of other users.
-            let turn = async {
-                let own = turns.acquire_owned().await.ok()?;
-                Some((own, places.acquire_owned().await.ok()?))
+            let Ok(Ok(own)) = timeout_at(deadline, turns.acquire_owned()).await else {
+                return refuse_busy(stream, USER_IS_BUSY);
             };
-            let Ok(Some(place)) = tokio::time::timeout(WAIT_TIMEOUT, turn).await else {
-                return refuse_busy(stream);
+            let Ok(Ok(place)) = timeout_at(deadline, places.acquire_owned()).await else {
+                return refuse_busy(stream, ALL_ARE_BUSY);
             };
             // If the client disconnects before the response, there are two cases: no job was
             // created, or the job is removed soon, because no process locks its file.
             let _ = tokio::time::timeout(REQUEST_TIMEOUT, requests.answer(stream, user)).await;
-            drop((place, open));
+            drop((own, place, open));
         });
     }
 }
@@ -133,8 +141,8 @@ impl UserTurns {
 }
 
 /// Refuses a request before it is read, and closes its connection.
-fn refuse_busy(stream: UnixStream) {
-    let why = "too many job requests of this user are in progress; try again".to_owned();
+fn refuse_busy(stream: UnixStream, why: &str) {
+    let why = why.to_owned();
     // The connection is new, so its buffer has room for the response.
     if let (Ok(line), Ok(mut stream)) = (line_of(&JobReply::Refused(why)), stream.into_std()) {
         let _ = stream.write_all(line.as_bytes());
@@ -166,7 +174,8 @@ impl JobRequests {
         let reply = match permitted {
             Ok(()) => {
                 let mut line = String::new();
-                BufReader::new((&mut stream).take(MAX_BYTES)).read_line(&mut line).await?;
+                let mut reader = BufReader::new((&mut stream).take(MAX_BYTES));
+                tokio::time::timeout(READ_TIMEOUT, reader.read_line(&mut line)).await??;
                 match serde_json::from_str::<JobRequest>(&line) {
                     Ok(request) => self.ask(request, user).await,
                     Err(error) => JobReply::Refused(format!("invalid request: {error}")),

@@ -93,6 +93,46 @@ async fn silent_users_delay_only_themselves() {
     }
 }
 
+/// Returns one of four users for the first connections, and root for the connection after them.
+fn four_users_then_root(_: &tokio::net::UnixStream) -> io::Result<(u32, u32)> {
+    static SEEN: AtomicUsize = AtomicUsize::new(0);
+    let seen = SEEN.fetch_add(1, Ordering::Relaxed);
+    let uid = 4711 + u32::try_from(seen / PER_USER).unwrap();
+    Ok(if seen < AT_A_TIME { (uid, uid) } else { (0, 0) })
+}
+
+/// Other users have all places and send nothing. A request must get a place before it is refused.
+#[tokio::test(start_paused = true)]
+async fn silent_users_lose_their_places() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(SOCKET);
+    let (calls, mut asked) = mpsc::channel(1);
+    let requests = JobRequests { calls, allowed: every_user() };
+    let listener = UnixListener::bind(&path).unwrap();
+    tokio::spawn(accept(listener, requests, four_users_then_root));
+    let mut silent = Vec::new();
+    for _ in 0..AT_A_TIME {
+        silent.push(tokio::net::UnixStream::connect(&path).await.unwrap());
+    }
+    let mut of_root = tokio::net::UnixStream::connect(&path).await.unwrap();
+    of_root.write_all(b"{\"name\":\"train\"}\n").await.unwrap();
+    let answered = async {
+        let mut said = String::new();
+        of_root.read_to_string(&mut said).await.unwrap();
+        said
+    };
+    let granted = async {
+        let Some(Command::Job(_, _, answer)) = asked.recv().await else { panic!("no job") };
+        answer.send(JobReply::Refused("granted".into())).unwrap();
+        std::future::pending().await
+    };
+    let said: String = tokio::select! {
+        said = answered => said,
+        () = granted => unreachable!(),
+    };
+    assert_eq!(said, "{\"refused\":\"granted\"}\n");
+}
+
 /// mpirun starts all jobs of a program at the same moment.
 #[tokio::test]
 async fn many_requests_of_a_user_are_granted() {
