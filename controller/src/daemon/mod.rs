@@ -57,9 +57,13 @@ use crate::{
 /// Exit status of the controller if its configuration is invalid: `EX_USAGE` of `sysexits.h`.
 const EXIT_CONFIG: u8 = 64;
 
-/// Time after which a controller that systemd supervises ends if it could not start. systemd starts
-/// it again after `RestartSec=`, which is short, because it also applies after a crash.
+/// Time after which a controller that systemd supervises ends if it could not start, and the start
+/// before it failed too. systemd starts it again after `RestartSec=`, which is short, because it
+/// also applies after a crash.
 const FAILED_START_PAUSE: Duration = Duration::from_secs(5);
+
+/// File in the run directory that exists if the last start failed.
+const FAILED_START_FILE: &str = "start-failed";
 
 /// Reason why the controller did not start.
 #[derive(Debug, thiserror::Error)]
@@ -113,11 +117,28 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
             tracing::error!("{why}");
             if socket_activation::supervised() {
                 socket_activation::tell_status(&format!("cannot start: {why}"));
-                std::thread::sleep(FAILED_START_PAUSE);
+                std::thread::sleep(pause_after_failure(&InstallationPaths::own().run_dir));
             }
             ExitCode::from(if matches!(error, DaemonError::Config(_)) { EXIT_CONFIG } else { 1 })
         }
     }
+}
+
+/// Records that a start failed, and returns the pause before the next one. After a single failure
+/// there is none, because offloaded processes wait for a controller, and restore themselves if none
+/// comes.
+fn pause_after_failure(run_dir: &Path) -> Duration {
+    let file = run_dir.join(FAILED_START_FILE);
+    match File::options().create_new(true).write(true).open(file) {
+        Ok(_) => Duration::ZERO,
+        // The last start failed too, or this failure cannot be recorded.
+        Err(_) => FAILED_START_PAUSE,
+    }
+}
+
+/// Records that a start succeeded.
+fn forget_failure(run_dir: &Path) {
+    let _ = fs::remove_file(run_dir.join(FAILED_START_FILE));
 }
 
 fn start() -> Result<(), DaemonError> {
@@ -200,6 +221,17 @@ fn lock(run_dir: &Path) -> Result<Option<nix::fcntl::Flock<File>>, DaemonError> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_repeated_failures_pause() {
+        let dir = tempfile::tempdir().unwrap();
+        let pauses = || [(); 3].map(|()| pause_after_failure(dir.path()));
+        let wanted = [Duration::ZERO, FAILED_START_PAUSE, FAILED_START_PAUSE];
+        assert_eq!(pauses(), wanted);
+        forget_failure(dir.path());
+        assert_eq!(pauses(), wanted, "a start succeeded between them");
+        assert_eq!(pause_after_failure(&dir.path().join("missing")), FAILED_START_PAUSE);
+    }
 
     #[test]
     fn only_root_can_hold_the_lock() {

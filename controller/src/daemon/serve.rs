@@ -116,6 +116,7 @@ pub(super) async fn serve(run_dir: PathBuf, config: Config) -> Result<(), Daemon
     };
     tracing::info!(run_dir = %run_dir.display(), version = env!("CARGO_PKG_VERSION"), "controller is ready");
     socket_activation::tell_ready("serves this node");
+    super::forget_failure(&run_dir);
     run(&mut actor, &mut inbox, &mut signals, stays).await;
     // From here on, commands get no response. Each caller that waits gets `ShuttingDown`, because
     // its channel is dropped.
