@@ -13,9 +13,9 @@
 //!
 //! The label is set last and removed first, so that no pod is scheduled to a node while the node is
 //! changed. The label stays if the installation restarts the kubelet while pods of the runtime run,
-//! because the kubelet would end pods without it, and for 5 minutes after a failed restart. If the agent ends, the node keeps its label,
-//! because containerd still serves the runtime. The same applies if an installation fails while
-//! containerd serves an earlier installation.
+//! because the kubelet would end pods without it, and for 5 minutes after a failed restart. If the
+//! agent ends, the node keeps its label, because containerd still serves the runtime. The same
+//! applies if an installation fails while containerd serves an earlier installation.
 
 pub mod agent_metrics;
 mod auth_proxy;

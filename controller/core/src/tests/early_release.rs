@@ -137,7 +137,7 @@ fn only_copies_in_await_vram() {
 /// The first waiter needs VRAM for its restore and for an allocation, and two containers leave for it.
 /// Its restore begins as soon as the VRAM for it alone is being freed.
 #[test]
-fn restore_does_not_wait_for_room_for_an_allocation() {
+fn restore_begins_before_room_for_an_allocation() {
     let mut world = World::new(9);
     world.slow_copies = true;
     let here = world.running(HERE, 400);
