@@ -70,6 +70,11 @@ fn install_serve_uninstall_restores_node(world: &Testbed) -> Result<()> {
     let pod = cri::pod("installed", &world.cgroup_parent(), world.dir());
     let id = cri.run_pod(&pod, HANDLER)?;
     cri.remove_pod(&id)?;
+    // The pod's shim ends a moment later. Until then, no uninstallation is possible.
+    until("the pod's shim to end", || {
+        let said = place.run("uninstall", &["--dry-run"])?;
+        Ok(said.status.success().then_some(()))
+    })?;
 
     let said = place.done("uninstall", &["--dry-run"])?;
     ensure!(
