@@ -10,8 +10,11 @@ use affinode_proto::{
 
 use super::{
     super::{
-        DeviceBytes, GpuSample, Input, ProcessId, early_release, harness::agent::Asking,
-        measurements, process::OffloadedMemory,
+        DeviceBytes, GpuSample, Input, ProcessId, early_release,
+        harness::agent::Asking,
+        input::{CommandId, Request},
+        measurements,
+        process::OffloadedMemory,
     },
     world::{GPU, Host, OTHER_GPU, TOTAL, World, key},
 };
@@ -165,6 +168,32 @@ fn restore_begins_before_room_for_an_allocation() {
     assert!(world.restored_as_freed == 1 && world.agents[&here].asking.is_none());
     assert_eq!(world.agents[&here].size, 750);
     world.settle_all();
+}
+
+/// The VRAM that is being freed suffices for the restore of the waiter, but not for its allocation too.
+/// A restore alone would take VRAM in vain.
+#[test]
+fn restore_alone_needs_room_for_the_allocation() {
+    let mut world = World::new(9);
+    world.slow_copies = true;
+    let here = world.running(HERE, 400);
+    world.settle();
+    let stays = world.running(5, 400);
+    let there = world.running(THERE, 400);
+    world.auto_offload(false);
+    world.pass();
+    let agent = world.agents.get_mut(&here).unwrap();
+    agent.tickets += 1;
+    agent.asking = Some(Asking { bytes: 350, attempts: 0, goes_ahead: false });
+    world.ask(here);
+    world.feed(Input::Command(CommandId(1), key(THERE), Request::Offload));
+    until_released(&mut world, there);
+    for _ in 0..200 {
+        world.pass();
+        assert!(!is_restoring(&world, here), "restored in vain: {:?}", world.ordered);
+    }
+    assert_eq!(world.agents[&there].phase, Phase::CopiedOut);
+    assert_eq!(world.agents[&stays].phase, Phase::Open);
 }
 
 /// VRAM that the sample shows as free already must not be counted a second time.
