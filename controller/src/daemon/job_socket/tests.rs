@@ -59,6 +59,28 @@ fn a_sent_descriptor_delays_only_jobs() {
     assert_eq!(said, "{\"refused\":\"no\"}\n");
 }
 
+/// A job socket in a folder of its own.
+struct TestServer {
+    dir: tempfile::TempDir,
+    /// Requests that the socket passes to the controller.
+    asked: mpsc::Receiver<Command>,
+}
+
+impl TestServer {
+    fn start(find_user: FindUser) -> TestServer {
+        let dir = tempfile::tempdir().unwrap();
+        let (calls, asked) = mpsc::channel(1);
+        let requests = JobRequests { calls, allowed: every_user() };
+        let listener = UnixListener::bind(dir.path().join(SOCKET)).unwrap();
+        tokio::spawn(accept(listener, requests, find_user));
+        TestServer { dir, asked }
+    }
+
+    async fn connect(&self) -> tokio::net::UnixStream {
+        tokio::net::UnixStream::connect(self.dir.path().join(SOCKET)).await.unwrap()
+    }
+}
+
 /// Number of connections that [`first_user_then_root`] has seen.
 static SEEN: AtomicUsize = AtomicUsize::new(0);
 /// Uid and gid of a user who has no name.
@@ -72,19 +94,14 @@ fn first_user_then_root(_: &tokio::net::UnixStream) -> io::Result<(u32, u32)> {
 
 #[tokio::test]
 async fn silent_users_delay_only_themselves() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join(SOCKET);
-    let (calls, mut asked) = mpsc::channel(1);
-    let requests = JobRequests { calls, allowed: every_user() };
-    let listener = UnixListener::bind(&path).unwrap();
-    tokio::spawn(accept(listener, requests, first_user_then_root));
+    let mut server = TestServer::start(first_user_then_root);
     let mut silent = Vec::new();
     for _ in 0..AT_A_TIME {
-        silent.push(tokio::net::UnixStream::connect(&path).await.unwrap());
+        silent.push(server.connect().await);
     }
-    let mut of_root = tokio::net::UnixStream::connect(&path).await.unwrap();
+    let mut of_root = server.connect().await;
     of_root.write_all(b"{\"name\":\"train\"}\n").await.unwrap();
-    let Some(Command::Job(_, user, _)) = asked.recv().await else { panic!("no job") };
+    let Some(Command::Job(_, user, _)) = server.asked.recv().await else { panic!("no job") };
     assert_eq!(user.uid, 0);
     // All connections are still open. Those of the user wait for each other.
     for stream in silent {
@@ -104,17 +121,12 @@ fn four_users_then_root(_: &tokio::net::UnixStream) -> io::Result<(u32, u32)> {
 /// Other users have all places and send nothing. A request must get a place before it is refused.
 #[tokio::test(start_paused = true)]
 async fn silent_users_lose_their_places() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join(SOCKET);
-    let (calls, mut asked) = mpsc::channel(1);
-    let requests = JobRequests { calls, allowed: every_user() };
-    let listener = UnixListener::bind(&path).unwrap();
-    tokio::spawn(accept(listener, requests, four_users_then_root));
+    let mut server = TestServer::start(four_users_then_root);
     let mut silent = Vec::new();
     for _ in 0..AT_A_TIME {
-        silent.push(tokio::net::UnixStream::connect(&path).await.unwrap());
+        silent.push(server.connect().await);
     }
-    let mut of_root = tokio::net::UnixStream::connect(&path).await.unwrap();
+    let mut of_root = server.connect().await;
     of_root.write_all(b"{\"name\":\"train\"}\n").await.unwrap();
     let answered = async {
         let mut said = String::new();
@@ -122,7 +134,7 @@ async fn silent_users_lose_their_places() {
         said
     };
     let granted = async {
-        let Some(Command::Job(_, _, answer)) = asked.recv().await else { panic!("no job") };
+        let Some(Command::Job(_, _, answer)) = server.asked.recv().await else { panic!("no job") };
         answer.send(JobReply::Refused("granted".into())).unwrap();
         std::future::pending().await
     };
@@ -136,20 +148,15 @@ async fn silent_users_lose_their_places() {
 /// mpirun starts all jobs of a program at the same moment.
 #[tokio::test]
 async fn many_requests_of_a_user_are_granted() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join(SOCKET);
-    let (calls, mut asked) = mpsc::channel(1);
-    let requests = JobRequests { calls, allowed: every_user() };
-    let listener = UnixListener::bind(&path).unwrap();
-    tokio::spawn(accept(listener, requests, |_| Ok(USER)));
+    let mut server = TestServer::start(|_| Ok(USER));
     let mut streams = Vec::new();
     for _ in 0..16 {
-        let mut stream = tokio::net::UnixStream::connect(&path).await.unwrap();
+        let mut stream = server.connect().await;
         stream.write_all(b"{\"name\":\"rank\"}\n").await.unwrap();
         streams.push(stream);
     }
     for _ in 0..16 {
-        let Some(Command::Job(_, _, answer)) = asked.recv().await else { panic!("no job") };
+        let Some(Command::Job(_, _, answer)) = server.asked.recv().await else { panic!("no job") };
         answer.send(JobReply::Refused("granted".into())).unwrap();
     }
     for mut stream in streams {
@@ -161,17 +168,12 @@ async fn many_requests_of_a_user_are_granted() {
 
 #[tokio::test]
 async fn waiting_requests_of_a_user_are_limited() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join(SOCKET);
-    let (calls, _asked) = mpsc::channel(1);
-    let requests = JobRequests { calls, allowed: every_user() };
-    let listener = UnixListener::bind(&path).unwrap();
-    tokio::spawn(accept(listener, requests, |_| Ok(USER)));
+    let server = TestServer::start(|_| Ok(USER));
     let mut silent = Vec::new();
     for _ in 0..OPEN_PER_USER {
-        silent.push(tokio::net::UnixStream::connect(&path).await.unwrap());
+        silent.push(server.connect().await);
     }
-    let mut further = tokio::net::UnixStream::connect(&path).await.unwrap();
+    let mut further = server.connect().await;
     let mut said = String::new();
     further.read_to_string(&mut said).await.unwrap();
     assert!(said.contains("too many job requests of this user"), "{said}");
